@@ -1,0 +1,174 @@
+"""The `kvgraft` command: thin wrappers around the engine and the evaluation code."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Request, Result
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.segments.prompt import parse_markers, render_chat
+from kvgraft.testbed import MODEL_DIR
+
+app = typer.Typer(
+    name="kvgraft",
+    help="Reuse the KV cache of any text a model has already read, at any position, in any order.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory (default: the bundled one).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+console = Console()
+progress_console = Console(stderr=True)
+
+
+@app.command()
+def demo(
+    model: ModelOption = MODEL_DIR,
+    as_json: JsonOption = False,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
+) -> None:
+    """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, side by side."""
+    from kvgraft.evaluate.demo import render, run_demo
+
+    engine = _load(model, dtype=dtype, device=device)
+    report = run_demo(engine, seed=seed, console=progress_console)
+    if as_json:
+        _print_json(report)
+    else:
+        render(report, console)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text; <|reuse|> ... <|/reuse|> marks segments.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file instead.")] = None,
+    read: Annotated[list[Path] | None, typer.Option(help="Text files that the model reads first (repeatable).")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
+    model: ModelOption = MODEL_DIR,
+    policy: Annotated[str, typer.Option(help="full, naive, sparsex or sparsex:topk=0.2,boundary=1 ...")] = "sparsex",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string (repeatable).")] = None,
+    namespace: Annotated[str, typer.Option(help="Isolation key of cached content.")] = "default",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
+    if (prompt is None) == (file is None):
+        raise ValueError("give either a prompt or --file")
+    text = prompt if prompt is not None else _read_text(file)
+    sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
+    known = [_read_text(path) for path in read or []]
+    engine = _load(model, dtype=dtype, device=device)
+    if chat:
+        text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
+    with _progress() as progress:
+        task = progress.add_task("reading", total=len(known) or None)
+        for earlier in known:
+            engine.generate([Request(earlier, "full", SamplingParams(max_tokens=1), namespace)])
+            progress.advance(task)
+    request = Request(parse_markers(text), policy, sampling, namespace)
+    final: Result | None = None
+    for event in engine.stream([request]):
+        if not as_json:
+            console.print(event.text, end="", markup=False, highlight=False)
+        final = event.result or final
+    if final is None or final.error:
+        raise ValueError(final.error if final and final.error else "the engine gave no answer")
+    if as_json:
+        _print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report})
+    else:
+        console.print()
+        _print_report(final)
+
+
+@app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(help='{"read": [text, ...], "prompt": text, "policies": [...], ...}')],
+    model: ModelOption = MODEL_DIR,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
+    from kvgraft.evaluate.compare import load_case, render, run_compare
+
+    case = load_case(file)
+    engine = _load(model, dtype=dtype, device=device)
+    with _progress() as progress:
+        task = progress.add_task("comparing", total=None)
+        report = run_compare(engine, case, lambda done, total: progress.update(task, completed=done, total=total))
+    if as_json:
+        _print_json(report)
+    else:
+        render(report, console)
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one line on stderr and exit code 2, never a traceback."""
+    raise SystemExit(run(app))
+
+
+def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
+    """Run a command line; returns its exit code."""
+    try:
+        code = command(args=arguments, standalone_mode=False)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print("aborted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperUsageError) as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _load(model: Path, *, dtype: str | None, device: str) -> Engine:
+    with _progress() as progress:
+        progress.add_task(f"loading {model.name}", total=None)
+        return Engine(model, dtype=dtype, device=device)
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *Progress.get_default_columns()[1:3])
+    return Progress(*columns, TimeElapsedColumn(), console=progress_console, transient=True)
+
+
+def _read_text(path: Path | None) -> str:
+    if path is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    return path.read_text(encoding="utf-8")
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _print_report(result: Result) -> None:
+    report = result.report
+    stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
+    console.print(
+        f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} prefix + "
+        f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + {report.fresh_tokens} fresh; "
+        f"first token after {1e3 * report.ttft_s:.1f} ms ({stages})"
+        + (f"; fell back to full: {report.fallback}" if report.fallback else "")
+        + "[/dim]"
+    )

@@ -1,0 +1,73 @@
+"""A dense Llama, Mistral, Qwen2 or Qwen3 decoder over rows of hidden states.
+
+It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `finish`.
+The rows of a call are independent, so they may belong to any tokens of any requests.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvgraft.engine.config import ModelConfig, load_config
+from kvgraft.engine.weights import Weights, load_weights
+from kvgraft.kv.rope import rotate
+
+
+class Decoder:
+    """The linear algebra of a model. Hidden states, queries, keys and values have the dtype of the weights."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+
+    @classmethod
+    def from_pretrained(
+        cls, model_dir: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    ) -> "Decoder":
+        """Load a Hugging Face directory; dtype None keeps the stored one. Raises as `load_config`, `load_weights`."""
+        config = load_config(model_dir)
+        return cls(config, load_weights(model_dir, config, dtype or config.dtype, device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Integer token ids [n] -> hidden states [n, D]."""
+        return F.embedding(token_ids, self.weights.embedding)
+
+    def project(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and values [n, Hkv, d].
+
+        cos, sin: float32 [n, d / 2], `config.rope.table(positions)`; the same for every layer. The results are
+        views of shared storage whose rows are strided.
+        """
+        config, weights = self.config, self.weights.layers[layer]
+        normed = self._norm(hidden, weights.input_norm)
+        heads = F.linear(normed, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, config.head_dim))
+        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> hidden states [n, D] leaving it."""
+        weights = self.weights.layers[layer]
+        hidden = F.linear(attended, weights.out, weights.out_bias).add_(hidden)
+        normed = self._norm(hidden, weights.post_norm)
+        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)  # [n, F] each
+        inner = F.silu(gate, inplace=True).mul_(up)
+        return F.linear(inner, weights.down, weights.down_bias).add_(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, D] that left the last layer -> float32 logits [n, V]."""
+        return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

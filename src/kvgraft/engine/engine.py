@@ -1,0 +1,171 @@
+"""The native engine: load a model, reuse what it has read, generate."""
+
+from collections.abc import Iterator, Sequence as Items
+from pathlib import Path
+
+import torch
+
+from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.memory import Memory
+from kvgraft.engine.request import Event, Request, RequestError, Result
+from kvgraft.engine.sampling import Sampler, SamplingParams
+from kvgraft.engine.scheduler import Scheduler
+from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.text import IncrementalText, load_tokenizer
+from kvgraft.kv.cache import KVCache
+from kvgraft.kv.pages import PagePool
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.segments.frozen import FrozenEntry, FrozenPool
+from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.prompt import tokenise
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_POOL_BYTES = 2 << 30
+
+
+class Engine:
+    """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one thread.
+
+    Args:
+        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2 or Qwen3 model.
+        dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
+        device: a torch device, such as `cpu` or `cuda`.
+        block_size: tokens in a block, the unit of matching.
+        num_pages: blocks in the KV pool; None fills 2 GiB, at most eight prompts of the model's full length.
+        max_length: prompt and answer together; None is the model's own limit.
+        policy: for requests that name none.
+        max_prefill_tokens: prompt tokens that one step may take up.
+        approximate_sources: let content computed after grafts be grafted again.
+        watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
+        poison_dropped_pages: fill dead pages with NaN (tests).
+
+    Raises:
+        FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        block_size: int = 16,
+        num_pages: int | None = None,
+        max_length: int | None = None,
+        policy: str | Policy = "sparsex",
+        max_prefill_tokens: int = 8192,
+        approximate_sources: bool = False,
+        watermark: float = 0.9,
+        frozen_capacity: float = 0.5,
+        poison_dropped_pages: bool = False,
+    ) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if block_size < 1 or max_prefill_tokens < 1:
+            raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
+        self.policy = _as_policy(policy)
+        self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
+        self.tokenizer = load_tokenizer(model_dir)
+        config = self.config = self.decoder.config
+        self.max_length = max_length or config.max_position
+        if not 1 < self.max_length <= config.max_position:
+            raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
+        shape = (config.num_kv_heads, config.head_dim, self.decoder.dtype)
+        if num_pages is None:
+            fitting = _DEFAULT_POOL_BYTES // KVCache.bytes_per_page(config.num_layers, block_size, *shape)
+            num_pages = max(1, min(fitting, 8 * -(-self.max_length // block_size)))
+        cache = KVCache(config.num_layers, num_pages, block_size, *shape, self.decoder.device)
+        pool = PagePool(num_pages, block_size, on_drop=cache.poison if poison_dropped_pages else None)
+        if poison_dropped_pages:
+            cache.poison(range(num_pages))
+        self.frozen = FrozenPool(pool, watermark, frozen_capacity)
+        self.memory = Memory(pool, cache, self.frozen, approximate_sources)
+        self.scheduler = Scheduler(self.decoder, self.memory, max_prefill_tokens)
+
+    def generate(self, requests: Items[Request | str]) -> list[Result]:
+        """Answer all requests, batched; results in their order.
+
+        Raises:
+            RequestError: a request that can never be served; nothing has run then.
+        """
+        results: dict[int, Result] = {}
+        for event in self.stream(requests):
+            if event.result is not None:
+                results[event.index] = event.result
+        return [results[index] for index in range(len(requests))]
+
+    def stream(self, requests: Items[Request | str]) -> Iterator[Event]:
+        """As `generate`, but yields each piece of text as soon as it is certain. Closing the iterator aborts."""
+        sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
+        return self._events(sequences)
+
+    def freeze(self, name: str, prompt: Request | str) -> FrozenEntry:
+        """Read a text and keep its blocks in the frozen pool under `name`, in the request's namespace.
+
+        Raises:
+            RequestError, ValueError: the text cannot be read, fills no block, or exceeds the frozen capacity.
+        """
+        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        reading = Request(request.prompt, policy="full", sampling=sampling, namespace=request.namespace)
+        result = self.generate([reading])[0]
+        if result.error:
+            raise RequestError(result.error)
+        pages = self.memory.find_prefix(self._token_ids(request), self._scope(request.namespace))
+        return self.frozen.insert(name, request.namespace, pages)
+
+    def clear_cache(self) -> None:
+        """Forget everything that has been read, except what running requests and the frozen pool hold."""
+        self.memory.pool.clear()
+        self.memory.index.discard_stale()
+
+    def check(self) -> None:
+        """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
+        tables = [sequence.pages for sequence in self.scheduler.running]
+        self.memory.pool.check([*tables, *(entry.pages for entry in self.frozen.list())])
+
+    def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
+        self.scheduler.waiting.extend(sequences)
+        try:
+            while any(not sequence.done or sequence.events for sequence in sequences):
+                for sequence in sequences:
+                    while sequence.events:
+                        yield sequence.events.popleft()
+                if not all(sequence.done for sequence in sequences):
+                    self.scheduler.step()
+        finally:
+            self.scheduler.abort(sequences)
+
+    def _sequence(self, index: int, given: Request | str) -> Sequence:
+        request = given if isinstance(given, Request) else Request(given)
+        try:
+            policy = self.policy if request.policy is None else _as_policy(request.policy)
+            tokens = self._token_ids(request)
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"request {index}: {error}") from error
+        sampling = request.sampling
+        text = IncrementalText(self.tokenizer, sampling.stop)
+        return Sequence(index, request, policy, tokens, self._scope(request.namespace), Sampler(sampling), text)
+
+    def _token_ids(self, request: Request) -> list[int]:
+        bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
+        tokens = tokenise(request.prompt, self._encode, prefix_ids=bos).token_ids.tolist()
+        if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
+        if len(tokens) + request.sampling.max_tokens > self.max_length:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
+                f"the limit of {self.max_length}"
+            )
+        return tokens
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _scope(self, namespace: str) -> bytes:
+        return scope_digest(f"{self.config.identity}/{self.decoder.dtype}", namespace)
+
+
+def _as_policy(policy: str | Policy) -> Policy:
+    return parse_policy(policy) if isinstance(policy, str) else policy

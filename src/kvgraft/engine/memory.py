@@ -1,0 +1,180 @@
+"""What a sequence may reuse and what it leaves behind: pages, exact prefix hits, virtual blocks, frozen content."""
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from kvgraft.engine.sequence import Sequence
+from kvgraft.kv.cache import KVCache, slots_of
+from kvgraft.kv.pages import PagePool
+from kvgraft.prefill.plan import Plan
+from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.keys import chain_hashes
+
+
+class Memory:
+    """The page pool with everything that finds content in it.
+
+    Args:
+        approximate_sources: let content computed after grafts be grafted again (off: exact content only).
+    """
+
+    def __init__(self, pool: PagePool, cache: KVCache, frozen: FrozenPool, approximate_sources: bool = False) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.frozen = frozen
+        self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
+        self.approximate_sources = approximate_sources
+        self.fallbacks: Counter[str] = Counter()
+        self._pinned: dict[Sequence, list[int]] = {}  # graft sources, from the match to the copy
+
+    def admit(self, sequence: Sequence, *, idle: bool) -> bool:
+        """Plan a sequence and reserve its pages; False if it must wait for pages.
+
+        Sources are pinned before anything is allocated. When nothing else runs (`idle`), waiting cannot help: then the
+        grafts, whose sources hold pages, are given up (fallback `pool_pressure`).
+
+        Raises:
+            MemoryError: the sequence cannot fit even then.
+        """
+        start = time.perf_counter()
+        hits = self._exact_hits(sequence)
+        prefix_pages = list(hits.values())
+        self.pool.acquire(prefix_pages)
+        matches = self._matches(sequence, list(hits))
+        sources = sorted({int(page) for match in matches for page in match.pages})
+        self.pool.acquire(sources)
+        missing = -(-sequence.num_reserved // self.pool.block_size) - len(hits)
+        self.frozen.shed(sequence.request.namespace, missing)
+        if missing > self.pool.num_free and idle and sources:
+            self.pool.release(sources)
+            sources, matches = [], []
+            self._note_fallback(sequence, "pool_pressure")
+        if missing > self.pool.num_free:
+            self.pool.release(prefix_pages + sources)
+            if idle:
+                raise MemoryError(
+                    f"{missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
+                    f"({sum(len(e.pages) for e in self.frozen.list())} are frozen)"
+                )
+            return False
+        fresh_pages = iter(self.pool.allocate(missing))
+        num_pages = missing + len(hits)
+        sequence.pages = [hits[b] if b in hits else next(fresh_pages) for b in range(num_pages)]
+        sequence.slots = slots_of(sequence.pages, self.pool.block_size).to(self.cache.keys.device)
+        sequence.plan = Plan.for_prompt(sequence.num_prompt, self.pool.block_size, hits, matches)
+        self._pinned[sequence] = sources
+        self.pool.hit_counts[prefix_pages + sources] += 1
+        sequence.first_approximate = matches[0].start if matches else 1 << 62
+        self._describe(sequence, time.perf_counter() - start)
+        return True
+
+    def unpin_sources(self, sequence: Sequence) -> None:
+        """The grafts have been copied (or are not wanted any more)."""
+        self.pool.release(self._pinned.pop(sequence, []))
+
+    def drop_grafts(self, sequence: Sequence, reason: str) -> None:
+        """The sequence is recomputed in full: what it computes from here on is exact."""
+        if sequence.plan is None:
+            raise ValueError("the sequence has no plan yet")
+        sequence.plan = sequence.plan.without_grafts()
+        sequence.first_approximate = 1 << 62
+        self._note_fallback(sequence, reason)
+        self._describe(sequence)
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that the sequence has computed since the last offer.
+
+        Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
+        no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so.
+        """
+        size, first = self.pool.block_size, sequence.num_offered
+        stop = sequence.num_computed // size
+        if not sequence.request.remember or stop <= first:
+            return
+        tokens = np.array(sequence.tokens[: stop * size], np.int64)
+        chain = chain_hashes(tokens, size, sequence.scope)
+        is_exact = [self._is_exact(sequence, block) for block in range(stop)]
+        for block in range(first, stop):
+            if is_exact[block]:
+                self.pool.publish(sequence.pages[block], chain[block])
+        while first < stop:
+            last = first + 1
+            while last < stop and is_exact[last] == is_exact[first]:
+                last += 1
+            self._insert(sequence, tokens, first, last, Lineage.EXACT if is_exact[first] else Lineage.APPROXIMATE)
+            first = last
+        sequence.num_offered = stop
+
+    def release(self, sequence: Sequence) -> None:
+        """Give all its pages back."""
+        self.unpin_sources(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+
+    def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
+        """Pages of the leading full blocks of a token sequence, as far as they are cached."""
+        pages = []
+        for key in chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope):
+            if (page := self.pool.lookup(key)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
+        """Block -> page of every block whose whole history is cached as it is, wherever it stands; never the last token.
+
+        A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
+        """
+        chain = chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
+        found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
+        return {block: page for block, page in found if page is not None}
+
+    def _matches(self, sequence: Sequence, hit_blocks: list[int]) -> list[Match]:
+        if not sequence.policy.uses_grafts:
+            return []
+        free = np.ones(sequence.num_prompt, bool)
+        for block in hit_blocks:
+            free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
+        allow = self.approximate_sources
+        return self.index.match(sequence.prompt, sequence.scope, free=free, allow_approximate=allow)
+
+    def _is_exact(self, sequence: Sequence, block: int) -> bool:
+        size = self.pool.block_size
+        if (block + 1) * size <= sequence.first_approximate:
+            return True
+        return (block + 1) * size <= sequence.num_prompt and bool(sequence.plan.prefix[block * size])  # type: ignore[union-attr]
+
+    def _insert(self, sequence: Sequence, tokens: np.ndarray, first: int, last: int, lineage: Lineage) -> None:
+        if lineage is Lineage.APPROXIMATE and not self.approximate_sources:
+            sequence.last_entry = -1
+            return
+        size = self.pool.block_size
+        pages = np.array(sequence.pages[first:last], np.int32)
+        self.pool.keep(pages.tolist())
+        entries = self.index.insert(
+            tokens[first * size : last * size],
+            pages,
+            self.pool.versions[pages],
+            source=sequence.source,
+            source_start=first * size,
+            scope=sequence.scope,
+            lineage=lineage,
+            after=sequence.last_entry,
+        )
+        sequence.last_entry = int(entries[-1])
+
+    def _describe(self, sequence: Sequence, seconds: float | None = None) -> None:
+        report, plan = sequence.report, sequence.plan
+        if plan is not None:
+            report.prefix_tokens = int(plan.prefix.sum())
+            report.grafted_tokens = int(plan.grafted.sum())
+            report.fresh_tokens = int(plan.fresh.sum())
+        if seconds is not None:
+            report.stages["match"] = seconds
+
+    def _note_fallback(self, sequence: Sequence, reason: str) -> None:
+        sequence.report.fallback = reason
+        self.fallbacks[reason] += 1

@@ -1,0 +1,83 @@
+"""What goes into the engine and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.prefill.context import Policy
+from kvgraft.segments.prompt import Part
+
+
+class RequestError(ValueError):
+    """A request that can never be served as it stands; the message says what is allowed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to answer it.
+
+    Attributes:
+        prompt: text, parts (`str` and reusable `Segment`), or token ids.
+        policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is the engine's own.
+        sampling: length, temperature, stop strings and so on.
+        namespace: isolation key; content cached under another one is never found.
+        remember: False leaves nothing of this request behind for later ones to reuse.
+        return_logits: keep the float32 logits of the first token in the result.
+    """
+
+    prompt: str | Sequence[Part] | Sequence[int]
+    policy: str | Policy | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    namespace: str = "default"
+    remember: bool = True
+    return_logits: bool = False
+
+
+@dataclass
+class Report:
+    """Where a request's tokens came from and where its time went.
+
+    Attributes:
+        prompt_tokens: prefix + grafted + fresh.
+        prefix_tokens: provided by exact prefix hits.
+        grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
+        fresh_tokens: held by no cache.
+        computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
+        ttft_s: seconds from submission to the first token.
+        stages: seconds of that by stage: queue, match, align, dense, select, sparse. Requests of one batch share them.
+        fallback: why grafts that were found were not used, or None.
+    """
+
+    policy: str = ""
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    grafted_tokens: int = 0
+    recomputed_tokens: int = 0
+    fresh_tokens: int = 0
+    computed_share: float = 0.0
+    ttft_s: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one request. `finish_reason` is `length`, `eos`, `stop` or `error` (then `error` says why)."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    report: Report
+    first_logits: Tensor | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of a streamed answer: the text that became certain; `result` is set on a request's last event."""
+
+    index: int
+    text: str
+    result: Result | None = None

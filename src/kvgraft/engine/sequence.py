@@ -1,0 +1,100 @@
+"""A request while the engine works on it."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.engine.request import Event, Report, Request, Result
+from kvgraft.engine.sampling import Sampler
+from kvgraft.engine.text import IncrementalText
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.plan import Plan
+
+_sources = count()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, pages and progress of one request.
+
+    Attributes:
+        tokens: prompt and generated token ids.
+        scope: digest that isolates everything it may reuse or leave behind (model and namespace).
+        source: number of this token sequence as a source of segments.
+        pages: its block table; reserved whole at admission, so that a running request never waits for memory.
+        slots: int64, slot of each position, on the pool's device.
+        plan: how its prompt is obtained.
+        first_approximate: position from which its KV may differ from full recomputation.
+        num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
+    """
+
+    index: int
+    request: Request
+    policy: Policy
+    tokens: list[int]
+    scope: bytes
+    sampler: Sampler
+    text: IncrementalText
+    source: int = field(default_factory=_sources.__next__)
+    report: Report = field(default_factory=Report)
+    submitted_at: float = field(default_factory=time.perf_counter)
+    events: deque[Event] = field(default_factory=deque)
+    pages: list[int] = field(default_factory=list)
+    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    plan: Plan | None = None
+    first_approximate: int = 0
+    num_offered: int = 0
+    last_entry: int = -1
+    first_logits: Tensor | None = None
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        self.report.prompt_tokens = self.num_prompt
+        self.report.policy = self.policy.name
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """int64 [num_prompt]."""
+        return np.array(self.tokens[: self.num_prompt], np.int64)
+
+    @property
+    def num_reserved(self) -> int:
+        """Positions whose KV it may ever write; the last generated token's is never needed."""
+        return self.num_prompt + self.request.sampling.max_tokens - 1
+
+    @property
+    def num_computed(self) -> int:
+        """Positions that hold KV once it has left prefill."""
+        return len(self.tokens) - 1
+
+    def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
+        """Take the next token, emit its text, and finish when an end is reached."""
+        if len(self.tokens) == self.num_prompt:
+            self.report.ttft_s = time.perf_counter() - self.submitted_at
+            self.first_logits = logits.float().cpu() if self.request.return_logits else None
+        self.tokens.append(token)
+        sampling = self.request.sampling
+        is_eos = token in eos_token_ids and not sampling.ignore_eos
+        text = "" if is_eos else self.text.push(token)
+        if self.text.stopped:
+            self.finish("stop", text)
+        elif is_eos:
+            self.finish("eos", text)
+        elif len(self.tokens) - self.num_prompt >= sampling.max_tokens:
+            self.finish("length", text)
+        else:
+            self.events.append(Event(self.index, text))
+
+    def finish(self, reason: str, text: str = "", error: str | None = None) -> None:
+        """Emit the last event."""
+        self.done = True
+        text += self.text.flush()
+        generated = self.tokens[self.num_prompt :]
+        result = Result(self.text.text, generated, reason, self.report, self.first_logits, error)
+        self.events.append(Event(self.index, text, result))

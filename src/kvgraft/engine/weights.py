@@ -1,0 +1,133 @@
+"""The weights of a decoder, read from safetensors tensor by tensor into fused matrices."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import safe_open
+from torch import Tensor
+
+from kvgraft.engine.config import ModelConfig, weight_files
+
+_PROGRESS_FROM_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and norms are None."""
+
+    input_norm: Tensor  # [D]
+    qkv: Tensor  # [(Hq + 2 Hkv) d, D]
+    out: Tensor  # [D, Hq d]
+    post_norm: Tensor  # [D]
+    gate_up: Tensor  # [2 F, D]
+    down: Tensor  # [D, F]
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [d]
+    k_norm: Tensor | None = None  # [d]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights; with tied embeddings `head` is `embedding`."""
+
+    embedding: Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [D]
+    head: Tensor  # [V, D]
+
+
+def load_weights(
+    model_dir: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Weights:
+    """Read a single or sharded safetensors checkpoint, converted to `dtype` on `device`.
+
+    A stored output head is used as stored, even where the configuration calls it tied (as transformers does).
+
+    Raises:
+        FileNotFoundError: the checkpoint or a shard is missing.
+        ValueError: a tensor is missing, unexpected or of another shape than the configuration says.
+    """
+    files = weight_files(Path(model_dir))
+    targets: dict[str, Tensor] = {}  # stored name -> where it goes
+
+    def fused(parts: dict[str, tuple[int, ...]]) -> Tensor:
+        rows = [shape[0] for shape in parts.values()]
+        whole = torch.empty(sum(rows), *next(iter(parts.values()))[1:], dtype=dtype, device=device)
+        targets.update(zip(parts, whole.split(rows), strict=True))
+        return whole
+
+    table = (config.vocab_size, config.hidden_size)
+    embedding = fused({"model.embed_tokens.weight": table})
+    norm = fused({"model.norm.weight": table[1:]})
+    layers = tuple(
+        LayerWeights(**{field: fused(parts) for field, parts in _layer_parts(config, f"model.layers.{i}.").items()})
+        for i in range(config.num_layers)
+    )
+    tied = config.tie_word_embeddings and not any("lm_head.weight" in _names(path) for path in files)
+    head = embedding if tied else fused({"lm_head.weight": table})
+    _fill(targets, files)
+    return Weights(embedding, layers, norm, head)
+
+
+def _layer_parts(config: ModelConfig, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Field of LayerWeights -> the stored tensors, by name and shape, that are stacked into it."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "qkv": (config.qkv_bias, {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}, hidden),
+        "out": (config.out_bias, {"self_attn.o_proj": hidden}, query),
+        "gate_up": (config.mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
+        "down": (config.mlp_bias, {"mlp.down_proj": hidden}, inner),
+    }
+    norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
+    if config.qk_norm:
+        norms |= {"q_norm": ("self_attn.q_norm", config.head_dim), "k_norm": ("self_attn.k_norm", config.head_dim)}
+    parts: dict[str, dict[str, tuple[int, ...]]] = {
+        field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()
+    }
+    for field, (bias, rows, columns) in linears.items():
+        parts[field] = {f"{prefix}{name}.weight": (size, columns) for name, size in rows.items()}
+        if bias:
+            parts[f"{field}_bias"] = {f"{prefix}{name}.bias": (size,) for name, size in rows.items()}
+    return parts
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _stored(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor but the rotary buffers of old checkpoints, with a progress bar over a large checkpoint."""
+    total = sum(path.stat().st_size for path in files)
+    visible = total > _PROGRESS_FROM_BYTES and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), disable=not visible, transient=True) as progress:
+        task = progress.add_task("loading weights", total=total)
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
+                    tensor = file.get_tensor(name)
+                    if not name.endswith("rotary_emb.inv_freq"):
+                        yield name, tensor
+                    progress.advance(task, tensor.nbytes)
+
+
+def _fill(targets: dict[str, Tensor], files: tuple[Path, ...]) -> None:
+    """Copy every stored tensor to its target, each exactly once."""
+    for name, tensor in _stored(files):
+        target = targets.pop(name, None)
+        if target is None:
+            raise ValueError(f"unexpected tensor {name!r} {list(tensor.shape)}: the architecture has none of that name")
+        if target.shape != tensor.shape:
+            raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(target.shape)}")
+        target.copy_(tensor)
+    if targets:
+        raise ValueError(f"the checkpoint lacks {len(targets)} tensors, the first is {next(iter(targets))!r}")

@@ -1,0 +1,131 @@
+"""One prompt under several policies, against full recomputation (`kvgraft compare`)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Report, Request, Result
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.segments.prompt import Part, parse_markers
+
+Progress = Callable[[int, int], None]
+
+
+class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The input file. Reuse markers in the texts cut out segments; without them any shared text is found all the same.
+
+    Attributes:
+        prompt: answered under every policy.
+        read: texts that the model has read before, each in a request of its own.
+        policies: names or `name:option=value,...`; `full` always comes first, as the truth.
+        max_tokens: length of the answers.
+        repeats: timed runs of each policy, in turn; the median counts.
+    """
+
+    prompt: str
+    read: list[str] = []
+    policies: list[str] = ["naive", "sparsex"]
+    max_tokens: int = 16
+    repeats: int = 3
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One policy. `first_kl` is KL(full || policy) of the first token in nats; `agreement` is the share of the full
+    answer's tokens that this answer has at the same place."""
+
+    policy: str
+    ttft_s: float
+    speedup: float
+    first_kl: float
+    first_token_equal: bool
+    agreement: float
+    text: str
+    report: Report
+
+
+def load_case(path: Path) -> Case:
+    """Read and check an input file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, not of this form, or an unknown policy.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        case = msgspec.json.decode(path.read_bytes(), type=Case)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for policy in case.policies:
+        parse_policy(policy)
+    if case.repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {case.repeats}")
+    return case
+
+
+def run_compare(engine: Engine, case: Case, on_progress: Progress | None = None) -> list[Outcome]:
+    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused."""
+    names = ["full", *(name for name in case.policies if name != "full")]
+    reading = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.generate([Request(parse_markers(text), "full", reading) for text in case.read])
+    prompt, runs = parse_markers(case.prompt), range(case.repeats + 1)  # one to warm up
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for number in runs:
+        for place, name in enumerate(names):
+            results[name].append(_answer(engine, prompt, name, case.max_tokens))
+            if on_progress is not None:
+                on_progress(number * len(names) + place + 1, len(runs) * len(names))
+    return [_outcome(name, results[name][1:], results["full"][1:]) for name in names]
+
+
+def render(outcomes: list[Outcome], console: Console) -> None:
+    """Print a table."""
+    table = Table("policy", "TTFT ms", "speed-up", "prefix", "grafted", "recomputed", "fresh", "KL", "same", "text")
+    for o in outcomes:
+        report = o.report
+        tokens = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
+        numbers = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}x", *map(str, tokens))
+        table.add_row(o.policy, *numbers, f"{o.first_kl:.4f}", f"{o.agreement:.0%}", o.text)
+    console.print(table)
+    console.print("KL: first token, full against policy, nats. same: tokens of full's answer found at the same place.")
+
+
+def _answer(engine: Engine, prompt: list[Part], policy: str, max_tokens: int) -> Result:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    result = engine.generate([Request(prompt, policy, sampling, remember=False, return_logits=True)])[0]
+    if result.error:
+        raise ValueError(result.error)
+    return result
+
+
+def _outcome(name: str, results: list[Result], full: list[Result]) -> Outcome:
+    ours, truth = results[-1], full[-1]
+    equal = [a == b for a, b in zip(ours.token_ids, truth.token_ids, strict=False)]
+    length = max(len(ours.token_ids), len(truth.token_ids))
+    return Outcome(
+        policy=name,
+        ttft_s=_median([result.report.ttft_s for result in results]),
+        speedup=_median([f.report.ttft_s / r.report.ttft_s for f, r in zip(full, results, strict=True)]),
+        first_kl=_kl(truth.first_logits, ours.first_logits),
+        first_token_equal=equal[0],
+        agreement=sum(equal) / length,
+        text=ours.text,
+        report=ours.report,
+    )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _kl(truth: Tensor | None, ours: Tensor | None) -> float:
+    """KL(truth || ours) of two logit vectors [V], in nats."""
+    if truth is None or ours is None:
+        raise ValueError("both answers need their first logits")
+    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum().clamp(min=0))

@@ -1,0 +1,95 @@
+"""Varlen paged causal attention and Sparse-Q scores from batched matmul and SDPA; also serves CUDA.
+
+Each prompt's keys and values are gathered once per layer. Queries then go in chunks of ascending position, so that a chunk
+attends only to the keys up to its last query: scattered tokens cost little more than their own share of the triangle.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvgraft.kernels.layout import Context, VarlenLayout
+
+CHUNK_ROWS = 32  # of scattered queries
+DENSE_ROWS = 256  # of queries in a long run behind a prefix
+SCORE_ROWS = 16
+
+
+def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, scale: float) -> Tensor:
+    """See `kvgraft.kernels.dispatch.varlen_attention`."""
+    if all(context.positions.numel() == 1 for context in layout.contexts):
+        return _decode(query, keys, values, layout, scale)
+    output = torch.empty_like(query)
+    for context, rows in zip(layout.contexts, layout.rows, strict=True):
+        slots = context.slots[: int(context.positions[-1]) + 1]
+        heads_first = (cache.index_select(0, slots).transpose(0, 1)[None] for cache in (keys, values))
+        _attend(query[rows], *heads_first, context, scale, output[rows])
+    return output
+
+
+def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a time."""
+    num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
+    transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
+    folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)  # [Hkv, n, G, d]
+    mass = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
+    here = torch.arange(keys.shape[0], device=keys.device)
+    for start in range(0, positions.numel(), SCORE_ROWS):
+        at = positions[start : start + SCORE_ROWS]
+        first, seen = int(at[0]) + 1, int(at[-1]) + 1
+        chunk = folded[:, start : start + SCORE_ROWS].flatten(1, 2)  # [Hkv, c * G, d]
+        logits = torch.bmm(chunk, transposed[:, :, :seen])
+        future = here[first:seen] > at.repeat_interleave(groups)[:, None]  # [c * G, seen - first]
+        logits[:, :, first:].masked_fill_(future, float("-inf"))
+        mass[:seen] += logits.softmax(-1).sum((0, 1))
+    return mass
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, context: Context, scale: float, output: Tensor) -> None:
+    """query, output [n, Hq, d]; keys, values [1, Hkv, T, d]."""
+    here = torch.arange(keys.shape[2], device=keys.device)
+    heads_first = query.transpose(0, 1)[None]  # [1, Hq, n, d]
+    for start, stop in _chunks(context):
+        seen = int(context.positions[stop - 1]) + 1
+        causal = seen == stop - start  # the prompt's own beginning: a plain causal triangle
+        attended = scaled_dot_product_attention(
+            heads_first[:, :, start:stop],
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            attn_mask=None if causal else here[:seen] <= context.device_positions[start:stop, None],
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=True,
+        )
+        output[start:stop] = attended[0].transpose(0, 1)
+
+
+def _chunks(context: Context) -> Iterator[tuple[int, int]]:
+    """Query ranges that go through one SDPA call each."""
+    pending = 0  # first scattered query that no chunk holds yet
+    for start, stop in context.runs:
+        if stop - start < DENSE_ROWS:
+            continue
+        yield from _cut(pending, start, CHUNK_ROWS)
+        yield from _cut(start, stop, stop - start if int(context.positions[start]) == 0 else DENSE_ROWS)
+        pending = stop
+    yield from _cut(pending, context.positions.numel(), CHUNK_ROWS)
+
+
+def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + size, stop)) for first in range(start, stop, size))
+
+
+def _decode(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, scale: float) -> Tensor:
+    """One query a prompt: prompts of similar length are padded together, so that there is no loop over requests."""
+    output = torch.empty_like(query)
+    for rows, slots, visible in layout.decode_buckets:
+        size = slots.shape
+        gathered = (c.index_select(0, slots.flatten()).unflatten(0, size).transpose(1, 2) for c in (keys, values))
+        attended = scaled_dot_product_attention(
+            query[rows][:, :, None], *gathered, attn_mask=visible[:, None, None], scale=scale, enable_gqa=True
+        )
+        output[rows] = attended[:, :, 0]
+    return output

@@ -1,0 +1,137 @@
+"""Which implementation of a kernel runs: by device, or as the caller names it. Modules are imported on first use."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.layout import VarlenLayout
+
+_KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
+    "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
+    "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
+    "varlen_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def kernel(name: str, device_type: str, implementation: str | None = None) -> Callable[..., Any]:
+    """The implementation of a kernel that the caller names, else the one for the device.
+
+    Triton serves CUDA; the plain torch of `cpu` serves every other device, and CUDA without Triton.
+
+    Raises:
+        ValueError: no such kernel, or it has no such implementation.
+    """
+    if name not in _KERNELS:
+        raise ValueError(f"kernel {name!r}: allowed are {', '.join(_KERNELS)}")
+    modules = _KERNELS[name]
+    if implementation is None:
+        fused = device_type == "cuda" and "triton" in modules and find_spec("triton") is not None
+        implementation = "triton" if fused else "cpu"
+    if implementation not in modules:
+        raise ValueError(f"implementation {implementation!r} of {name}: allowed are {', '.join(modules)}")
+    return getattr(import_module(modules[implementation]), name)
+
+
+def align_copy(
+    keys: Tensor,
+    values: Tensor,
+    layers: range,
+    source: Tensor,
+    target: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    implementation: str | None = None,
+) -> None:
+    """Copy tokens to other slots and turn their keys by R(new - old); values move unchanged (SparseX, section 3.1).
+
+    For every layer, in place: `keys[layer, target] = rotate(keys[layer, source])` and
+    `values[layer, target] = values[layer, source]`. All tokens of a step, of any number of requests, go in one call.
+
+    Args:
+        keys, values: [L, num_slots, Hkv, D], the paged pool; float32, bfloat16 or float16, each row [D] contiguous.
+        layers: the layers to copy, within [0, L).
+        source, target: slots, int64 [n], valid and disjoint: no target may be a source or appear twice (not checked).
+        cos, sin: of the shifts `new - old`, float32 [n, D / 2] (`Rope.table`).
+        implementation: reference | cpu | triton; by default the device decides.
+
+    Raises:
+        ValueError: a shape, dtype, layer or implementation that is not allowed.
+    """
+    run = kernel("align_copy", keys.device.type, implementation)
+    _check_pool(keys, values, layers)
+    n, half = source.numel(), keys.shape[-1] // 2
+    for name, tensor, shape, dtype in (
+        ("source", source, (n,), torch.int64),
+        ("target", target, (n,), torch.int64),
+        ("cos", cos, (n, half), torch.float32),
+        ("sin", sin, (n, half), torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != keys.device or not tensor.is_contiguous():
+            raise ValueError(f"{_describe(tensor)}: {name} must be contiguous {dtype} {list(shape)} on {keys.device}")
+    if n and layers:
+        run(keys, values, layers, source, target, cos, sin)
+
+
+def varlen_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: VarlenLayout,
+    scale: float,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """Causal attention of scattered queries to the paged context of their own prompts.
+
+    Args:
+        query: [n, Hq, d], rows as in `layout`.
+        keys, values: [num_slots, Hkv, d], one layer of the pool; Hq is a multiple of Hkv (GQA).
+        scale: of the logits, usually d ** -0.5.
+        implementation: reference | cpu; by default `cpu`, which serves CUDA as well.
+
+    Returns:
+        [n, Hq, d] in the dtype of `query`.
+    """
+    if not layout.contexts:
+        return torch.empty_like(query)
+    return kernel("varlen_attention", keys.device.type, implementation)(query, keys, values, layout, scale)
+
+
+def attention_mass(
+    query: Tensor, keys: Tensor, positions: Tensor, scale: float, *, implementation: str | None = None
+) -> Tensor:
+    """Softmax attention that each key receives, summed over queries and heads (SparseX Eq. 1 and 2).
+
+    Args:
+        query: [n, Hq, d] at `positions` int64 [n], ascending.
+        keys: [T, Hkv, d] of positions 0..T-1; key j is visible to query i if j <= positions[i].
+        scale: of the logits, usually d ** -0.5.
+        implementation: reference | cpu; by default `cpu`, which serves CUDA as well.
+
+    Returns:
+        float32 [T]; sums to n * Hq.
+    """
+    return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale)
+
+
+def _check_pool(keys: Tensor, values: Tensor, layers: range) -> None:
+    if keys.dim() != 4 or keys.shape[-1] % 2 or keys.dtype not in _DTYPES:
+        raise ValueError(f"{_describe(keys)}: keys must be [L, slots, Hkv, even D] of one of {_DTYPES}")
+    if values.shape != keys.shape or values.dtype != keys.dtype or values.device != keys.device:
+        raise ValueError(f"{_describe(values)}: values must be as keys, {_describe(keys)}")
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError(f"strides {keys.stride()}, {values.stride()}: the last must be 1")
+    if layers and not 0 <= min(layers) <= max(layers) < keys.shape[0]:
+        raise ValueError(f"{layers}: layers must be within [0, {keys.shape[0]})")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

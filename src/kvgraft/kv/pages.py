@@ -1,0 +1,126 @@
+"""Physical blocks of the KV pool: reference counts, reuse by exact prefix, least-recently-used reclaim.
+
+Only bookkeeping lives here; the tensors are in `kvgraft.kv.cache`. A page is in exactly one of two states:
+*used* (reference count > 0) or *free*. A free page may still hold content that a lookup can find; it keeps that
+content until `allocate` reclaims it, oldest first. Frozen pages are used pages whose reference the frozen pool holds.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+PageListener = Callable[[Sequence[int]], None]
+
+
+class PoolExhausted(RuntimeError):
+    """More pages were asked for than are free; callers check `num_free` first."""
+
+
+class PagePool:
+    """Reference-counted pages with an exact prefix cache (chained block hashes) over the free ones.
+
+    Args:
+        num_pages: pages in the pool.
+        block_size: tokens a page holds.
+        on_drop: called with the pages whose content has just become unreachable (tests poison them).
+    """
+
+    def __init__(self, num_pages: int, block_size: int, on_drop: PageListener | None = None) -> None:
+        if num_pages < 1 or block_size < 1:
+            raise ValueError(f"num_pages and block_size must be positive, got {num_pages} and {block_size}")
+        self.num_pages = num_pages
+        self.block_size = block_size
+        self.ref_counts = np.zeros(num_pages, np.int32)
+        self.versions = np.zeros(num_pages, np.int64)  # grows when a page loses its content
+        self.hit_counts = np.zeros(num_pages, np.int64)  # how often the page's content was reused
+        self._kept = np.zeros(num_pages, bool)  # content worth keeping while the page is free
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))  # first is reclaimed first
+        self._page_by_hash: dict[bytes, int] = {}
+        self._hash_by_page: dict[int, bytes] = {}
+        self._on_drop = on_drop
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can hand out, cached content included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are referenced, frozen ones included."""
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages with one reference each, reclaiming the least recently used content."""
+        if count > self.num_free:
+            raise PoolExhausted(f"{count} pages asked for, {self.num_free} of {self.num_pages} are free")
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self._drop([page for page in pages if self._kept[page]])
+        self.ref_counts[pages] = 1
+        return pages
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Add a reference to pages that hold content (used or free)."""
+        for page in pages:
+            self._free.pop(page, None)
+            self.ref_counts[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give references back, last page first, so that the tail of a request is reclaimed before its head."""
+        emptied = []
+        for page in reversed(pages):
+            if self.ref_counts[page] < 1:
+                raise RuntimeError(f"page {page} was released more often than it was acquired")
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
+                self._free[page] = None
+                if not self._kept[page]:
+                    self._free.move_to_end(page, last=False)
+                    emptied.append(page)
+        self._drop(emptied)
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """Mark content as worth finding again: it outlives its last reference until it is reclaimed."""
+        self._kept[pages] = True
+
+    def publish(self, page: int, chain_hash: bytes) -> None:
+        """Offer a page's *exact* content to prefix lookups. The first page of a hash stays the canonical one."""
+        if self._page_by_hash.setdefault(chain_hash, page) == page:
+            self._hash_by_page[page] = chain_hash
+        self.keep([page])
+
+    def lookup(self, chain_hash: bytes) -> int | None:
+        """The page that holds exactly this prefix block, if any."""
+        return self._page_by_hash.get(chain_hash)
+
+    def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
+        """Whether each page still holds the content it had at that version. bool, same shape."""
+        return self.versions[pages] == versions
+
+    def clear(self) -> None:
+        """Forget all content; only free pages may hold any, so this needs an idle pool apart from frozen pages."""
+        self._drop([page for page in range(self.num_pages) if self._kept[page] and self.ref_counts[page] == 0])
+
+    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raise RuntimeError unless the counts follow from the block tables that are alive."""
+        expected = np.zeros(self.num_pages, np.int32)
+        for table in block_tables:
+            np.add.at(expected, np.asarray(table, np.int64), 1)
+        wrong = np.flatnonzero(expected != self.ref_counts)
+        if wrong.size:
+            raise RuntimeError(f"reference counts of pages {wrong[:8].tolist()} do not follow from the block tables")
+        if set(self._free) != set(np.flatnonzero(self.ref_counts == 0).tolist()):
+            raise RuntimeError("the free list is not the set of pages without references")
+        if any(self._page_by_hash.get(key) != page for page, key in self._hash_by_page.items()):
+            raise RuntimeError("a published page is not the page that its hash finds")
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if (key := self._hash_by_page.pop(page, None)) is not None:
+                del self._page_by_hash[key]
+        if pages:
+            self.versions[pages] += 1
+            self.hit_counts[pages] = 0
+            self._kept[pages] = False
+            if self._on_drop is not None:
+                self._on_drop(pages)

@@ -1,0 +1,99 @@
+"""What a policy may ask of a host: the host protocol.
+
+A policy never sees block tables, cache layouts or model classes. A host (the native engine, vLLM) implements
+`PrefillContext` once; every policy then runs on it, for one prompt or a batch of prompts laid end to end.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvgraft.prefill.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Hidden states of some tokens: `states` [n, D], one row for each set position of `where` bool [T], in order."""
+
+    states: Tensor
+    where: Tensor
+
+    def only(self, where: Tensor) -> "Hidden":
+        """The rows of a subset of these tokens."""
+        if bool((where & ~self.where).any()):
+            raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
+        return Hidden(self.states[where[self.where]], where)
+
+    def with_states(self, states: Tensor) -> "Hidden":
+        """The same tokens, one layer further."""
+        return replace(self, states=states)
+
+
+class PrefillContext(ABC):
+    """One prefill pass over the prompts of `plan`.
+
+    Attributes:
+        plan: which tokens are prefix, grafted, fresh.
+        num_layers, num_kv_heads: of the model (on this tensor-parallel rank).
+        block_size: tokens in a block.
+    """
+
+    plan: Plan
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+
+    @abstractmethod
+    def embed(self, where: Tensor) -> Hidden:
+        """Embeddings of the tokens in `where` bool [T]."""
+
+    @abstractmethod
+    def graft(self, layers: Iterable[int]) -> None:
+        """Align-copy the grafted KV of these layers into the prompts' own pages (SparseX 3.1)."""
+
+    @abstractmethod
+    def layer(self, index: int, hidden: Hidden) -> Hidden:
+        """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt."""
+
+    @abstractmethod
+    def project(self, index: int, hidden: Hidden) -> None:
+        """Only the first step of `layer`: compute queries, keys, values of these tokens and store the KV."""
+
+    @abstractmethod
+    def query(self) -> Tensor:
+        """Queries of the last `layer` or `project` call: [n, Hq, d], rotated."""
+
+    @abstractmethod
+    def keys(self, index: int, where: Tensor) -> Tensor:
+        """The cache as it stands, rotated keys of the tokens in `where`: [n, Hkv, d]."""
+
+    @abstractmethod
+    def values(self, index: int, where: Tensor) -> Tensor:
+        """The cache as it stands, values of the tokens in `where`: [n, Hkv, d]."""
+
+    @abstractmethod
+    def scores(self, index: int, queries: Tensor) -> Tensor:
+        """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from the tokens in
+        `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2). Uses the queries of the last
+        `layer` or `project` call, which must have been at this layer and have included them."""
+
+    def run(self, layers: Iterable[int], hidden: Hidden) -> Hidden:
+        """These layers, one after the other."""
+        for index in layers:
+            hidden = self.layer(index, hidden)
+        return hidden
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A way to recover a plan. One method, one file, one frozen dataclass whose fields are its options."""
+
+    name: ClassVar[str]
+    uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
+
+    @abstractmethod
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Compute what must be computed; the returned rows must include the last token of every prompt."""

@@ -1,0 +1,179 @@
+"""The plan of one prefill pass: how every prompt token gets its keys and values. Pure data.
+
+A plan may hold several prompts laid end to end, so that a policy treats a batch exactly as it treats one prompt: all
+masks are boolean [T] over the tokens of all prompts, and whatever depends on a prompt's borders is computed here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.segments.index import Match
+
+
+class Kind(IntEnum):
+    """How a token's KV is obtained."""
+
+    FRESH = 0  # computed
+    PREFIX = 1  # exact hit: the page of another request, shared
+    GRAFTED = 2  # copied from another position and aligned
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of one prompt that are obtained in one way."""
+
+    start: int
+    stop: int
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One or several prompts, token by token.
+
+    Attributes:
+        kinds: uint8 [T], values of `Kind`.
+        lengths: tokens of each prompt; they sum to T.
+        block_size: tokens in a block, the unit of `overflow`.
+        graft_targets: int64 [g], positions in 0..T of the grafted tokens, ascending.
+        graft_sources: int64 [g], pool slot that each one is copied from.
+        graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
+        ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
+    """
+
+    kinds: Tensor
+    lengths: tuple[int, ...]
+    block_size: int
+    graft_targets: Tensor
+    graft_sources: Tensor
+    graft_shifts: Tensor
+    ends_in_graft: tuple[bool, ...]
+
+    @classmethod
+    def for_prompt(
+        cls, num_tokens: int, block_size: int, prefix_blocks: Iterable[int] = (), matches: Sequence[Match] = ()
+    ) -> "Plan":
+        """The plan of one prompt of `num_tokens` tokens.
+
+        Args:
+            prefix_blocks: indices of the prompt's blocks that exact hits provide.
+            matches: grafts, disjoint from each other and from the prefix blocks.
+
+        The last token is always fresh: its hidden state gives the first generated token.
+        """
+        kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
+        for block in prefix_blocks:
+            kinds[block * block_size : (block + 1) * block_size] = Kind.PREFIX
+        for match in matches:
+            kinds[match.start : match.start + match.length] = Kind.GRAFTED
+        ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
+        kinds[-1] = Kind.FRESH
+        targets = [np.arange(m.start, m.start + m.length) for m in matches]
+        sources = [m.source_slots(block_size) for m in matches]
+        shifts = [np.full(m.length, m.start - m.source_start) for m in matches]
+        rows = np.array([np.concatenate([np.zeros(0, int), *x]) for x in (targets, sources, shifts)], np.int64)
+        rows = rows[:, rows[0] < num_tokens - 1]
+        columns = (torch.from_numpy(row.copy()) for row in rows[:, rows[0].argsort(kind="stable")])
+        return cls(torch.from_numpy(kinds), (num_tokens,), block_size, *columns, (ends_in_graft,))
+
+    @classmethod
+    def batch(cls, plans: Sequence["Plan"]) -> "Plan":
+        """Several plans laid end to end."""
+        starts = np.cumsum([0, *(plan.num_tokens for plan in plans)])
+        return cls(
+            torch.cat([plan.kinds for plan in plans]),
+            tuple(length for plan in plans for length in plan.lengths),
+            plans[0].block_size,
+            torch.cat([plan.graft_targets + int(start) for plan, start in zip(plans, starts, strict=False)]),
+            torch.cat([plan.graft_sources for plan in plans]),
+            torch.cat([plan.graft_shifts for plan in plans]),
+            tuple(ends for plan in plans for ends in plan.ends_in_graft),
+        )
+
+    def without_grafts(self) -> "Plan":
+        """The same prompts with every grafted token fresh: full recomputation above the exact hits."""
+        none = torch.zeros(0, dtype=torch.int64)
+        kinds = torch.where(self.grafted, torch.tensor(Kind.FRESH, dtype=torch.uint8), self.kinds)
+        return Plan(kinds, self.lengths, self.block_size, none, none, none, (False,) * len(self.lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of all prompts."""
+        return self.kinds.numel()
+
+    @cached_property
+    def prefix(self) -> Tensor:
+        """bool [T]: exact hits; nothing is ever computed for them."""
+        return self.kinds == Kind.PREFIX
+
+    @cached_property
+    def grafted(self) -> Tensor:
+        """bool [T]: tokens with aligned, approximate KV, which a policy may recompute."""
+        return self.kinds == Kind.GRAFTED
+
+    @cached_property
+    def fresh(self) -> Tensor:
+        """bool [T]: I_nr, the tokens that no cache holds; every policy computes them."""
+        return self.kinds == Kind.FRESH
+
+    @cached_property
+    def active(self) -> Tensor:
+        """bool [T]: everything but the exact hits."""
+        return ~self.prefix
+
+    @cached_property
+    def prompts(self) -> tuple[slice, ...]:
+        """Where each prompt lies in 0..T."""
+        stops = np.cumsum(self.lengths).tolist()
+        return tuple(slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [T]: position of each token in its own prompt."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @property
+    def spans(self) -> list[list[Span]]:
+        """Per prompt, the maximal stretches of one kind."""
+        return [_spans(self.kinds[prompt].numpy()) for prompt in self.prompts]
+
+    def overflow(self, blocks: int = 1) -> Tensor:
+        """bool [T]: grafted tokens within `blocks` blocks of a fresh interval, on either side (SparseX 3.3)."""
+        reach = blocks * self.block_size
+        near = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt in self.prompts:
+            counts = torch.nn.functional.pad(self.fresh[prompt].cumsum(0), (1, 0))  # [t + 1]
+            here = torch.arange(counts.numel() - 1)
+            near[prompt] = counts[(here + reach + 1).clamp(max=here.numel())] > counts[(here - reach).clamp(min=0)]
+        return near & self.grafted
+
+    def tail(self, tokens: int = 64) -> Tensor:
+        """bool [T]: the last `tokens` tokens of the final graft of prompts that end in known text (SparseX 3.2)."""
+        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt, ends, spans in zip(self.prompts, self.ends_in_graft, self.spans, strict=True):
+            if ends and len(spans) > 1 and spans[-2].kind == Kind.GRAFTED:
+                first = max(spans[-2].start, spans[-2].stop - tokens)
+                chosen[prompt.start + first : prompt.start + spans[-2].stop] = True
+        return chosen
+
+    def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
+        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T]."""
+        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt in self.prompts:
+            candidates = among[prompt].nonzero()[:, 0]  # [c]
+            count = int(np.ceil(share * candidates.numel() - 1e-9))
+            best = scores[prompt][candidates].topk(count).indices
+            chosen[prompt.start + candidates[best]] = True
+        return chosen
+
+
+def _spans(kinds: np.ndarray) -> list[Span]:
+    cuts = np.flatnonzero(np.diff(kinds)) + 1
+    edges = [0, *cuts.tolist(), kinds.size]
+    return [Span(a, b, Kind(int(kinds[a]))) for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,43 @@
+"""The methods by name. A new policy is one file and one line here."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies.full import Full
+from kvgraft.prefill.policies.naive import Naive
+from kvgraft.prefill.policies.sparsex import SparseX
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, Naive, SparseX)}
+
+
+def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """A policy from its name and options.
+
+    Raises:
+        ValueError: an unknown name or option (the message lists the known ones), or a value out of range.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}: choose from {', '.join(sorted(POLICIES))}")
+    known = [field.name for field in fields(POLICIES[name])]
+    for option in options or {}:
+        if option not in known:
+            raise ValueError(f"policy {name!r} has no option {option!r}: it has {', '.join(known) or 'none'}")
+    return POLICIES[name](**(options or {}))
+
+
+def parse_policy(text: str) -> Policy:
+    """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share, `2` count)."""
+    name, _, rest = text.partition(":")
+    options = {}
+    for item in filter(None, rest.split(",")):
+        option, equals, value = item.partition("=")
+        try:
+            options[option.strip()] = float(value) if any(c in value for c in ".e") else int(value)
+        except ValueError:
+            raise ValueError(f"policy option {item!r} is not option=number") from None
+    return make_policy(name.strip(), options)
+
+
+__all__ = ["POLICIES", "Full", "Naive", "Policy", "SparseX", "make_policy", "parse_policy"]

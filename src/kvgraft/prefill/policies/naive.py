@@ -1,0 +1,19 @@
+"""Naive reuse: the lower baseline of the papers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+
+
+@dataclass(frozen=True)
+class Naive(Policy):
+    """Trust the aligned KV as it is; compute fresh tokens only ("naive reuse", SparseX 5.1)."""
+
+    name: ClassVar[str] = "naive"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Graft all layers, run the fresh tokens."""
+        layers = range(ctx.num_layers)
+        ctx.graft(layers)
+        return ctx.run(layers, ctx.embed(ctx.plan.fresh))

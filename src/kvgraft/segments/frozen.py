@@ -1,0 +1,88 @@
+"""Frozen pool: knowledge whose physical blocks stay while others are reclaimed (SparseX, sections 4.1 and 4.2).
+
+It owns no memory: an entry is a name for pages of the common pool, each held by one reference.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvgraft.kv.pages import PagePool
+
+
+@dataclass(frozen=True)
+class FrozenEntry:
+    """What is frozen under one name. `num_shed` pages were given back under memory pressure."""
+
+    name: str
+    namespace: str
+    pages: tuple[int, ...]
+    num_shed: int = 0
+
+
+class FrozenPool:
+    """Named sets of pinned pages; gives the least-referenced ones back when the pool fills up.
+
+    A namespace only ever sheds its own pages, so that no tenant can evict another's knowledge; `capacity` leaves
+    room for the requests of the others.
+
+    Args:
+        pool: the page pool that all requests share.
+        watermark: share of used pages (0 to 1] above which `shed` gives frozen pages back.
+        capacity: share of the pool (0 to 1] that frozen pages may take altogether.
+    """
+
+    def __init__(self, pool: PagePool, watermark: float = 0.9, capacity: float = 0.5) -> None:
+        for name, share in (("watermark", watermark), ("capacity", capacity)):
+            if not 0.0 < share <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {share}")
+        self.pool = pool
+        self.watermark = watermark
+        self.capacity = capacity
+        self._entries: dict[tuple[str, str], FrozenEntry] = {}
+
+    def insert(self, name: str, namespace: str, pages: Sequence[int]) -> FrozenEntry:
+        """Pin pages that hold content. An entry of that name in this namespace is replaced."""
+        if not pages:
+            raise ValueError(f"nothing to freeze under {name!r}: the text fills no whole block")
+        others = {page for key, e in self._entries.items() if key != (namespace, name) for page in e.pages}
+        room = int(self.capacity * self.pool.num_pages)
+        if len(others | set(pages)) > room:
+            raise ValueError(
+                f"{name!r} needs {len(set(pages) - others)} frozen pages, but {len(others)} of at most {room} are taken"
+            )
+        self.pool.acquire(pages)
+        if (namespace, name) in self._entries:
+            self.delete(name, namespace)
+        entry = FrozenEntry(name, namespace, tuple(pages))
+        self._entries[namespace, name] = entry
+        return entry
+
+    def list(self, namespace: str | None = None) -> list[FrozenEntry]:
+        """Entries in order of insertion, of one namespace or of all."""
+        return [entry for (owner, _), entry in self._entries.items() if namespace in (None, owner)]
+
+    def delete(self, name: str, namespace: str) -> None:
+        """Unpin an entry; its content stays findable until it is reclaimed. Unknown names raise KeyError."""
+        if (namespace, name) not in self._entries:
+            raise KeyError(f"no frozen entry {name!r} in namespace {namespace!r}")
+        self.pool.release(self._entries.pop((namespace, name)).pages)
+
+    def shed(self, namespace: str, num_needed: int = 0) -> int:
+        """Give this namespace's least-referenced pages back until use, with `num_needed` more pages, is at the watermark.
+
+        Returns the number of references given back; entries that lose all their pages disappear.
+        """
+        excess = self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages)
+        held = [(int(self.pool.hit_counts[p]), p, e.name) for e in self.list(namespace) for p in e.pages]
+        num_shed = 0
+        for _, page, name in sorted(held):
+            if excess <= 0:
+                break
+            entry = self._entries[namespace, name]
+            pages = tuple(p for p in entry.pages if p != page)
+            self._entries[namespace, name] = replace(entry, pages=pages, num_shed=entry.num_shed + 1)
+            excess -= int(self.pool.ref_counts[page] == 1)
+            self.pool.release([page])
+            num_shed += 1
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.pages}
+        return num_shed

@@ -1,0 +1,130 @@
+"""From text to token ids: chat template, reuse markers, anchors, padding to blocks (SparseX, section 4.5)."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Reusable text. It is tokenised on its own, so that its token ids never depend on its neighbours."""
+
+    text: str
+
+
+Part = str | Segment
+
+
+@dataclass(frozen=True, eq=False)
+class TokenisedPrompt:
+    """Token ids int64 [T] and the half-open token ranges of the explicit segments, in order."""
+
+    token_ids: np.ndarray
+    segments: tuple[tuple[int, int], ...]
+
+
+def parse_markers(text: str, *, start: str = "<|reuse|>", end: str = "<|/reuse|>") -> list[Part]:
+    """Split text at reuse markers; what stands between a start and an end becomes a Segment. Empty pieces drop out.
+
+    Raises:
+        ValueError: a marker without its partner or inside another pair, with its position; or markers that are
+            empty or begin alike, so that they cannot be told apart.
+    """
+    if start.startswith(end) or end.startswith(start):
+        raise ValueError(f"markers {start!r} and {end!r}: must not be empty, nor one the beginning of the other")
+    parts: list[Part] = []
+    cursor, opened = 0, None
+    for marker in re.finditer(f"{re.escape(start)}|{re.escape(end)}", text):
+        if (marker.group() == start) != (opened is None):
+            raise ValueError(f"marker {marker.group()!r} at character {marker.start()}: markers must alternate")
+        piece = text[cursor : marker.start()]
+        parts.append(piece if opened is None else Segment(piece))
+        cursor, opened = marker.end(), marker.start() if opened is None else None
+    if opened is not None:
+        raise ValueError(f"marker {start!r} at character {opened}: has no {end!r}")
+    return [part for part in [*parts, text[cursor:]] if part not in ("", Segment(""))]
+
+
+def split_at_anchors(text: str, anchors: Sequence[str]) -> list[Part]:
+    """Split text so that every anchor begins a Segment, which lasts to the next one (cross-query reuse, segmentation).
+
+    Anchors are what recurs in a trace, as "\\nThought:" or "\\nPassage". The parts joined are the text again.
+
+    Raises:
+        ValueError: there is no anchor, or an empty one.
+    """
+    if not anchors or "" in anchors:
+        raise ValueError(f"anchors {list(anchors)}: at least one is needed, and none may be empty")
+    head, *tail = re.split(f"(?={'|'.join(map(re.escape, anchors))})", text)
+    return [part for part in (head, *map(Segment, tail)) if part != ""]
+
+
+def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> str:
+    """The text of a conversation up to where the assistant answers, by the model's own chat template (sandboxed).
+
+    Args:
+        messages: `{"role": system | user | assistant | tool, "content": text}` each; reuse markers stay in the text.
+
+    Raises:
+        ValueError: the tokenizer has no template, a message is not of this form, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: give the prompt as text")
+    for number, message in enumerate(messages):
+        if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
+            raise ValueError(f"message {number}: must have a role and a text content, and nothing else")
+        if message["role"] not in ROLES:
+            raise ValueError(f"message {number}, role {message['role']!r}: allowed are {', '.join(ROLES)}")
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+def tokenise(
+    parts: str | Sequence[Part] | Sequence[int],
+    encode: Callable[[str], list[int]],
+    *,
+    prefix_ids: Sequence[int] = (),
+    block_size: int | None = None,
+    pad_id: int | None = None,
+) -> TokenisedPrompt:
+    """Tokenise a prompt.
+
+    Args:
+        parts: plain text, or parts in order, or token ids, which are taken as they are.
+        encode: text to token ids, without special tokens of its own.
+        prefix_ids: put first, as the beginning-of-sequence token.
+        block_size, pad_id: both or neither. Padding goes where a segment begins and where other text follows one,
+            so that segments begin at multiples of block_size.
+
+    Raises:
+        ValueError: a prompt without tokens, or only one of block_size and pad_id, or a block_size below 1.
+    """
+    if (block_size is None) != (pad_id is None) or (block_size is not None and block_size < 1):
+        raise ValueError(f"block_size {block_size}, pad_id {pad_id}: both or neither, and block_size at least 1")
+    token_ids, segments, after_segment = list(prefix_ids), [], False
+    for part in [parts] if isinstance(parts, str) else parts:
+        is_segment = isinstance(part, Segment)
+        text = part.text if isinstance(part, Segment) else part
+        if not (new := encode(text) if isinstance(text, str) else [index(text)]):
+            continue
+        if block_size and pad_id is not None and (is_segment or after_segment):
+            token_ids += [pad_id] * (-len(token_ids) % block_size)
+        if is_segment:
+            segments.append((len(token_ids), len(token_ids) + len(new)))
+        token_ids += new
+        after_segment = is_segment
+    if len(token_ids) == len(prefix_ids):
+        raise ValueError("the prompt has no tokens")
+    return TokenisedPrompt(np.array(token_ids, dtype=np.int64), tuple(segments))

@@ -1,0 +1,171 @@
+"""Host storage of the virtual-block index: a hash table of ids and a table of entries; numpy, no object per block."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+_EMPTY, _REMOVED, _VACANT = -1, -2, -1
+_MAX_LOAD, _GROWTH = 0.6, 1.25
+
+# (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under that version
+IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class HashTable:
+    """Multimap from 64-bit hashes to int32 ids: open addressing, triangular probing, whole batches at a time.
+
+    A slot holds only an id; the key of every id lies in one array. Keys must be well mixed.
+    """
+
+    def __init__(self) -> None:
+        self._keys = np.empty(0, np.uint64)  # by id
+        self._slots = np.full(8, _EMPTY, np.int32)  # their number is a power of two
+        self._num_held = 0
+        self._num_used = 0  # slots that are not empty: held and removed ones
+
+    def __len__(self) -> int:
+        return self._num_held
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._slots.nbytes
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ids below capacity."""
+        self._keys = _grown(self._keys, capacity)
+
+    def insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
+        """Add distinct ids (int32 [m]) that are not held, under keys (uint64 [m])."""
+        self._keys[ids] = keys
+        self._num_held += len(ids)
+        self._num_used += len(ids)
+        if self._num_used > _MAX_LOAD * len(self._slots):
+            ids = np.concatenate((self._slots[self._slots >= 0], ids))
+            self._slots = np.full(1 << (2 * len(ids) - 1).bit_length(), _EMPTY, np.int32)
+            self._num_used = len(ids)
+        slots, step = self._home(self._keys[ids]), 0
+        while len(ids):
+            empty = self._slots[slots] == _EMPTY
+            self._slots[slots[empty]] = ids[empty]
+            unplaced = self._slots[slots] != ids  # taken before, or won by another id of this batch
+            step += 1
+            ids, slots = ids[unplaced], self._advance(slots[unplaced], step)
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, id) such that id is held under keys[row], in no particular order: int64 [n], int32 [n]."""
+        rows, slots, step = np.arange(len(keys)), self._home(keys), 0
+        found = [(rows[:0], self._slots[:0])]
+        while len(rows):
+            ids = self._slots[slots]
+            hits = np.flatnonzero(ids >= 0)
+            hits = hits[self._keys[ids[hits]] == keys[rows[hits]]]
+            found.append((rows[hits], ids[hits]))
+            probing = ids != _EMPTY
+            step += 1
+            rows, slots = rows[probing], self._advance(slots[probing], step)
+        return np.concatenate([rows for rows, _ in found]), np.concatenate([ids for _, ids in found])
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Remove distinct ids; KeyError if one is not held (the others may be gone then)."""
+        slots, step = self._home(self._keys[ids]), 0
+        while len(ids):
+            held = self._slots[slots]
+            if (held == _EMPTY).any():
+                raise KeyError(f"id {ids[held == _EMPTY][0]} is not in the table")
+            reached = held == ids
+            self._slots[slots[reached]] = _REMOVED
+            self._num_held -= int(reached.sum())
+            step += 1
+            ids, slots = ids[~reached], self._advance(slots[~reached], step)
+
+    def _home(self, keys: np.ndarray) -> np.ndarray:
+        return (keys & np.uint64(len(self._slots) - 1)).astype(np.int64)
+
+    def _advance(self, slots: np.ndarray, step: int) -> np.ndarray:
+        return (slots + step) & (len(self._slots) - 1)  # triangular: visits every slot of a power of two
+
+
+class EntryTable:
+    """Entries of the index as a struct of arrays, one row per entry id, found by the key of their content.
+
+    Ids of dropped entries are given out again.
+    """
+
+    def __init__(self, block_size: int, is_live: IsLive) -> None:
+        self.tokens = np.empty((0, block_size), np.int32)
+        self.digest = np.empty((0, 32), np.uint8)  # block_digests of the tokens
+        self.page = np.empty(0, np.int32)
+        self.version = np.empty(0, np.int64)  # content version of the page
+        self.source = np.empty(0, np.int64)  # sequence that the block was computed in
+        self.source_start = np.empty(0, np.int32)  # position of its first token there
+        self.previous = np.empty(0, np.int32)  # entry before it in the source, or -1; its id may be another's by now
+        self.following = np.empty(0, np.int32)
+        self.lineage = np.empty(0, np.int8)  # or _VACANT
+        self._columns = tuple(vars(self))
+        self._by_key = HashTable()
+        self._vacant = np.empty(0, np.int32)  # ids to give out
+        self._is_live = is_live
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.lineage)
+
+    @property
+    def nbytes(self) -> int:
+        columns = sum(getattr(self, name).nbytes for name in self._columns)
+        return columns + self._by_key.nbytes + self._vacant.nbytes
+
+    def live(self, ids: np.ndarray) -> np.ndarray:
+        """Whether the pages still hold the entries' content, bool [n]."""
+        return np.asarray(self._is_live(self.page[ids], self.version[ids]), bool)
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, id) such that a live entry is held under keys[row]; drops the stale ones it meets."""
+        rows, ids = self._by_key.find(keys)
+        live = self.live(ids)
+        self._remove(np.unique(ids[~live]))
+        return rows[live], ids[live]
+
+    def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
+        """Hold one entry per key, with the given columns; returns their ids, int32 [m]."""
+        ids = self._allocate(len(keys))
+        for name in self._columns:
+            getattr(self, name)[ids] = columns[name]
+        self._by_key.insert(keys, ids)
+        return ids
+
+    def discard_stale(self) -> int:
+        """Drop every entry whose page has been recycled; returns how many."""
+        held = np.flatnonzero(self.lineage != _VACANT).astype(np.int32)
+        stale = held[~self.live(held)]
+        self._remove(stale)
+        return len(stale)
+
+    def _allocate(self, count: int) -> np.ndarray:
+        if count > len(self._vacant):
+            self.discard_stale()
+            if self.capacity - len(self) < count + self.capacity // 5:
+                self._grow(int(_GROWTH * self.capacity) + count)
+            self._vacant = np.flatnonzero(self.lineage == _VACANT).astype(np.int32)
+        ids, self._vacant = self._vacant[:count], self._vacant[count:]
+        return ids
+
+    def _grow(self, capacity: int) -> None:
+        size = self.capacity
+        for name in self._columns:
+            setattr(self, name, _grown(getattr(self, name), capacity))
+        self.lineage[size:] = _VACANT
+        self._by_key.grow(capacity)
+
+    def _remove(self, ids: np.ndarray) -> None:
+        self._by_key.remove(ids)
+        self.lineage[ids] = _VACANT
+
+
+def _grown(column: np.ndarray, capacity: int) -> np.ndarray:
+    grown = np.empty((capacity, *column.shape[1:]), column.dtype)
+    grown[: len(column)] = column
+    return grown

@@ -1,0 +1,201 @@
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.cpu import align as cpu_align
+from kvgraft.kernels.dispatch import align_copy, kernel
+from kvgraft.kv.rope import Rope, rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernel's own module is imported
+
+IMPLEMENTATIONS = ["reference", "cpu"]
+if find_spec("triton"):
+    IMPLEMENTATIONS.append("triton")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+NUM_LAYERS, NUM_SLOTS = 3, 160
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, to nearest
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def slots(n: int) -> tuple[Tensor, Tensor]:
+    """Source and target, disjoint, in no order."""
+    order = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    return order[:n], order[n : 2 * n]
+
+
+def shifts(n: int) -> Tensor:
+    return torch.tensor([7, -7, 0, 1_000_000, -1_000_000], device=DEVICE).repeat(n // 5 + 1)[:n]
+
+
+def pair_norms(x: Tensor) -> Tensor:
+    """Length of every rotated pair: [n, H, D] -> [n, H, D/2]."""
+    return x.unflatten(-1, (2, -1)).norm(dim=-2)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("n", "num_heads", "head_dim"), [(0, 2, 64), (1, 1, 32), (63, 1, 80), (63, 3, 64), (5, 8, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layers", [range(1, 3), range(2, -1, -2), range(0)], ids=str)
+def test_every_implementation(
+    implementation: str, n: int, num_heads: int, head_dim: int, dtype: torch.dtype, layers: range
+) -> None:
+    """All that is not a source is NaN: it must neither arrive in a target nor change."""
+    source, target = slots(n)
+    pools = torch.full((2, NUM_LAYERS, NUM_SLOTS, num_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    pools[:, :, source] = normal(2, NUM_LAYERS, n, num_heads, head_dim, seed=3).to(dtype)
+    cos, sin = Rope(head_dim).table(shifts(n))
+    expected = pools.clone()
+    for layer in layers:
+        expected[0, layer, target] = rotate(pools[0, layer, source], cos, sin)
+        expected[1, layer, target] = pools[1, layer, source]
+
+    align_copy(*pools, layers, source, target, cos, sin, implementation=implementation)
+
+    one_rounding_apart = 3 * ROUNDOFF[dtype] * pools[0, :, source].nan_to_num().abs().amax() if n else 0
+    torch.testing.assert_close(pools[0], expected[0], atol=float(one_rounding_apart), rtol=0, equal_nan=True)
+    torch.testing.assert_close(pools[1], expected[1], atol=0, rtol=0, equal_nan=True)
+    assert bool(pools[:, list(layers)][:, :, target].isfinite().all())
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shift", [7, -7, 1_000_000, -1_000_000])
+def test_aligned_key_is_the_key_computed_at_the_new_position(
+    implementation: str, dtype: torch.dtype, shift: int
+) -> None:
+    """Two roundings to the dtype, at the old position and after the turn, each at most `ROUNDOFF` of the pair's length.
+
+    The tables add a few float32 roundings (three sines and cosines, three products), whatever the distance.
+    """
+    rope, old = Rope(64, theta=500000.0), torch.arange(63, device=DEVICE) + 1_000_100
+    source, target = slots(63)
+    key = normal(63, 2, 64, seed=4)
+    keys = torch.zeros(1, NUM_SLOTS, 2, 64, dtype=dtype, device=DEVICE)
+    keys[0, source] = rotate(key, *rope.table(old)).to(dtype)
+
+    align_copy(
+        keys, keys.clone(), range(1), source, target, *rope.table(old * 0 + shift), implementation=implementation
+    )
+
+    error = pair_norms(keys[0, target].float() - rotate(key, *rope.table(old + shift)))
+    num_roundings = (
+        3 if implementation == "triton" and DEVICE == "cpu" else 2
+    )  # its interpreter truncates: counts twice
+    allowed = num_roundings * ROUNDOFF[dtype] * (1 + ROUNDOFF[dtype]) + 12 * ROUNDOFF[torch.float32]
+    subnormal = 2.0**-24 if dtype == torch.float16 else 0  # float16 has few digits near zero
+    assert bool((error <= allowed * pair_norms(key) + subnormal).all())
+
+
+@every_implementation
+def test_there_and_back(implementation: str) -> None:
+    rope, (source, target) = Rope(80), slots(63)
+    keys, values = normal(2, 1, NUM_SLOTS, 2, 80, seed=5)
+    start = keys[0, source].clone()
+    for old, new, sign in ((source, target, 1), (target, source, -1)):
+        align_copy(keys, values, range(1), old, new, *rope.table(sign * shifts(63)), implementation=implementation)
+    torch.testing.assert_close(keys[0, source], start, atol=2e-6, rtol=0)
+
+
+@every_implementation
+@pytest.mark.parametrize("shift", [7, -7, 1_000_000])
+def test_scores_depend_on_relative_distance_only(implementation: str, shift: int) -> None:
+    rope, (source, target) = Rope(64), slots(63)
+    positions = torch.arange(63, device=DEVICE) + 100
+    query = normal(63, 1, 64, seed=6)
+    keys, values = normal(2, 1, NUM_SLOTS, 1, 64, seed=7)
+    keys[0, source] = rotate(normal(63, 1, 64, seed=8), *rope.table(positions))
+    before = torch.einsum("nhd,thd->nt", rotate(query, *rope.table(positions + 9)), keys[0, source])
+
+    moved = rope.table(torch.full_like(positions, shift))
+    align_copy(keys, values, range(1), source, target, *moved, implementation=implementation)
+
+    after = torch.einsum("nhd,thd->nt", rotate(query, *rope.table(positions + 9 + shift)), keys[0, target])
+    torch.testing.assert_close(after, before, atol=64 * 2e-6, rtol=0)
+
+
+@every_implementation
+def test_no_shift_copies_bit_for_bit(implementation: str) -> None:
+    source, target = slots(63)
+    keys, values = normal(2, NUM_LAYERS, NUM_SLOTS, 2, 64, seed=9).bfloat16()
+    still = Rope(64).table(torch.zeros(63, dtype=torch.int64, device=DEVICE))
+    align_copy(keys, values, range(NUM_LAYERS), source, target, *still, implementation=implementation)
+    assert torch.equal(keys[:, target], keys[:, source])
+    assert torch.equal(values[:, target], values[:, source])
+
+
+@every_implementation
+def test_pool_with_keys_and_values_side_by_side(implementation: str) -> None:
+    """Strides other than those of a pool of its own: [L, slots, 2, H, D]."""
+    both = normal(NUM_LAYERS, NUM_SLOTS, 2, 2, 64, seed=10)
+    keys, values = both.unbind(2)
+    (source, target), cos_sin = slots(63), Rope(64).table(shifts(63))
+    expected = rotate(keys[2, source], *cos_sin)
+    align_copy(keys, values, range(2, 3), source, target, *cos_sin, implementation=implementation)
+    torch.testing.assert_close(both[2, target, 0], expected, atol=2e-6, rtol=0)
+    assert torch.equal(both[2, target, 1], both[2, source, 1])
+
+
+def test_more_tokens_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk is smaller, and one chunk in the middle has no shift."""
+    monkeypatch.setattr(cpu_align, "CHUNK_ELEMENTS", 10 * 64)
+    (source, target), shift = slots(63), shifts(63)
+    shift[10:20] = 0
+    keys, values = normal(2, 1, NUM_SLOTS, 1, 64, seed=11)
+    expected = rotate(keys[0, source], *Rope(64).table(shift))
+    align_copy(keys, values, range(1), source, target, *Rope(64).table(shift), implementation="cpu")
+    torch.testing.assert_close(keys[0, target], expected, atol=2e-6, rtol=0)
+    assert torch.equal(values[0, target], values[0, source])
+
+
+def test_the_device_decides_unless_the_caller_does() -> None:
+    assert kernel("align_copy", "cpu").__module__ == "kvgraft.kernels.cpu.align"
+    assert kernel("align_copy", "cpu", "reference").__module__ == "kvgraft.kernels.reference.align"
+    if "triton" in IMPLEMENTATIONS:
+        assert kernel("align_copy", "cuda").__module__ == "kvgraft.kernels.triton.align"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'metal' of align_copy: allowed are reference, cpu, triton"):
+        kernel("align_copy", "cpu", "metal")
+    with pytest.raises(ValueError, match=r"'align': allowed are align_copy"):
+        kernel("align", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"keys": torch.zeros(2, 8, 1, 33)}, "even D"),
+        ({"keys": torch.zeros(2, 8, 1, 32, dtype=torch.float64)}, "float64"),
+        ({"keys": torch.zeros(2, 8, 1, 64)[..., ::2]}, "strides"),
+        ({"values": torch.zeros(2, 8, 1, 16)}, "values must be as keys"),
+        ({"layers": range(1, 3)}, r"within \[0, 2\)"),
+        ({"layers": range(-1, 1)}, r"within \[0, 2\)"),
+        ({"source": torch.zeros(3, dtype=torch.int32)}, "source must be"),
+        ({"target": torch.zeros(2, dtype=torch.int64)}, "target must be"),
+        ({"cos": torch.ones(3, 32)}, "cos must be"),
+        ({"sin": torch.zeros(16, 3).T}, "sin must be"),
+    ],
+)
+def test_arguments_that_are_refused(changed: dict, message: str) -> None:
+    given = {
+        "keys": torch.zeros(2, 8, 1, 32),
+        "values": torch.zeros(2, 8, 1, 32),
+        "layers": range(2),
+        "source": torch.arange(3),
+        "target": torch.arange(3, 6),
+        "cos": torch.ones(3, 16),
+        "sin": torch.zeros(3, 16),
+    }
+    with pytest.raises(ValueError, match=message):
+        align_copy(**given | changed)

@@ -1,0 +1,74 @@
+"""Tiny random Hugging Face models of every supported family, with a word tokenizer, written to a directory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 200
+BOS, EOS, UNKNOWN = 0, 1, 2
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "num_hidden_layers": 4},
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def make_model(
+    directory: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write a model of `family` whose config differs from TINY and FAMILIES by `overrides`; logits of order 1-5."""
+    torch.manual_seed(seed)
+    settings = TINY | FAMILIES[family] | overrides
+    if family == "qwen2":
+        settings.pop("head_dim")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # transformers makes them all 0 or 1
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(settings["vocab_size"], chat_template=CHAT_TEMPLATE if family == "qwen3" else None).save_pretrained(
+        directory
+    )
+    return directory
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Words w3, w4, ... with the ids 3, 4, ... after <bos>, <eos> and <unk>; no <bos> is added by itself."""
+    special = ["<bos>", "<eos>", "<unk>"]
+    roles = ["<system>", "<user>", "<assistant>"]  # the last ids
+    words = special + [f"w{i}" for i in range(len(special), vocab_size - len(roles))] + roles
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = chat_template
+    return fast
