@@ -5,7 +5,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
-from models import FAMILIES, make_model  # noqa: E402
+from models import FAMILIES, make_model
 
 
 @pytest.fixture(scope="session")

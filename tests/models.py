@@ -64,11 +64,11 @@ def make_model(
 
 def make_tokenizer(vocab_size: int = VOCAB_SIZE, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Words w3, w4, ... with the ids 3, 4, ... after <bos>, <eos> and <unk>; no <bos> is added by itself."""
-    special = ["<bos>", "<eos>", "<unk>"]
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}  # ids BOS, EOS, UNKNOWN
     roles = ["<system>", "<user>", "<assistant>"]  # the last ids
-    words = special + [f"w{i}" for i in range(len(special), vocab_size - len(roles))] + roles
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    words = [*special.values(), *(f"w{i}" for i in range(len(special), vocab_size - len(roles))), *roles]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = chat_template
     return fast

@@ -38,16 +38,18 @@ def demo(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
+    items: Annotated[int, typer.Option(help="Conversations per scenario, two prompts each.")] = 10,
 ) -> None:
     """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, side by side."""
-    from kvgraft.evaluate.demo import render, run_demo
+    from kvgraft.evaluate.demo import progress_bar, render, run_demo
 
     engine = _load(model, dtype=dtype, device=device)
-    report = run_demo(engine, seed=seed, console=progress_console)
+    with progress_bar(progress_console) as on_progress:
+        report = run_demo(engine, seed=seed, items=items, on_progress=on_progress)
     if as_json:
         _print_json(report)
     else:
-        render(report, console)
+        console.print(render(report))
 
 
 @app.command()
@@ -134,7 +136,7 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):
         print("aborted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperUsageError) as error:
+    except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperException) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
         return 2
@@ -149,7 +151,8 @@ def _load(model: Path, *, dtype: str | None, device: str) -> Engine:
 
 def _progress() -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), *Progress.get_default_columns()[1:3])
-    return Progress(*columns, TimeElapsedColumn(), console=progress_console, transient=True)
+    quiet = not progress_console.is_terminal
+    return Progress(*columns, TimeElapsedColumn(), console=progress_console, transient=True, disable=quiet)
 
 
 def _read_text(path: Path | None) -> str:

@@ -1,18 +1,18 @@
 """The decoder against transformers, on tiny random models of every family."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB_SIZE, make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvgraft.engine.decoder import Decoder
+from models import VOCAB_SIZE, make_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,3 +72,109 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     logits = dense_logits(Decoder.from_pretrained(model_dir), tokens(150))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(family: str, tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path, family, dtype=torch.bfloat16)
+    decoder = Decoder.from_pretrained(model_dir)
+    assert decoder.dtype == decoder.config.dtype == torch.bfloat16
+    exact = oracle(model_dir, tokens(100))
+    error = (dense_logits(decoder, tokens(100)) - exact).abs().mean()
+    assert 0 < error < 1.5 * (oracle(model_dir, tokens(100), torch.bfloat16) - exact).abs().mean()
+
+
+def test_dtype_is_chosen_by_the_caller(model_dirs: dict[str, Path]) -> None:
+    decoder = Decoder.from_pretrained(model_dirs["llama"], dtype=torch.float16, device="cpu")
+    assert decoder.dtype == torch.float16
+    assert decoder.device == torch.device("cpu")
+    assert decoder.config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict[str, Path]) -> None:
+    decoder = Decoder.from_pretrained(model_dirs[family])
+    config = decoder.config
+    hidden = decoder.embed(tokens(40))
+    attended = torch.randn(40, config.num_heads * config.head_dim, generator=torch.Generator().manual_seed(2))
+    before = hidden.clone(), attended.clone()
+    rows = torch.tensor([3, 30, 17])
+    cos, sin = config.rope.table(torch.arange(40))
+    for whole, part in zip(
+        (*decoder.project(1, hidden, cos, sin), decoder.finish(1, hidden, attended)),
+        (*decoder.project(1, hidden[rows], cos[rows], sin[rows]), decoder.finish(1, hidden[rows], attended[rows])),
+        strict=True,
+    ):
+        torch.testing.assert_close(whole[rows], part, atol=1e-5, rtol=1e-5)
+    assert torch.equal(hidden, before[0])
+    assert torch.equal(attended, before[1])
+
+
+def test_no_rows(model_dirs: dict[str, Path]) -> None:
+    decoder = Decoder.from_pretrained(model_dirs["qwen3"])
+    cos, sin = decoder.config.rope.table(torch.arange(0))
+    hidden = decoder.embed(tokens(0))
+    q, k, v = decoder.project(0, hidden, cos, sin)
+    assert (q.shape, k.shape, v.shape) == ((0, 4, 32), (0, 2, 32), (0, 2, 32))
+    assert decoder.logits(decoder.finish(0, hidden, q.flatten(1))).shape == (0, VOCAB_SIZE)
+
+
+def test_tied_head_shares_memory_unless_one_is_stored(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path, "qwen2")
+    weights = Decoder.from_pretrained(model_dir).weights
+    assert weights.head is weights.embedding
+    rewrite(model_dir, lambda tensors: tensors | {"lm_head.weight": torch.randn(VOCAB_SIZE, 64)})
+    expected = oracle(model_dir, tokens(20))
+    torch.testing.assert_close(
+        dense_logits(Decoder.from_pretrained(model_dir), tokens(20)), expected, atol=1e-4, rtol=0
+    )
+
+
+def rewrite(model_dir: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = model_dir / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+K_PROJ, K_NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.self_attn.k_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(K_PROJ), f"lacks 1 tensors, the first is '{K_PROJ}'"),
+        (without("lm_head.weight"), r"lacks 1 tensors, the first is 'lm_head\.weight'"),
+        (lambda tensors: tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}, r"unexpected.*up_proj\.bias"),
+        (
+            lambda tensors: tensors | {"model.layers.4.input_layernorm.weight": torch.zeros(64)},
+            r"unexpected.*layers\.4",
+        ),
+        (lambda tensors: tensors | {K_PROJ: torch.zeros(32, 64)}, r"k_proj\.weight' has shape \[32, 64\]"),
+        (lambda tensors: tensors | {K_NORM: torch.zeros(1)}, r"k_norm\.weight' has shape \[1\]"),
+    ],
+)
+def test_wrong_tensors_are_named(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, tmp_path: Path
+) -> None:
+    model_dir = make_model(tmp_path, "qwen3")
+    rewrite(model_dir, change)
+    with pytest.raises(ValueError, match=message):
+        Decoder.from_pretrained(model_dir)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path, "llama")
+    expected = dense_logits(Decoder.from_pretrained(model_dir), tokens(20))
+    rewrite(model_dir, lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    assert torch.equal(dense_logits(Decoder.from_pretrained(model_dir), tokens(20)), expected)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path, "llama", max_shard_size="50KB")
+    shard = min(model_dir.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=shard.name):
+        Decoder.from_pretrained(model_dir)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.engine.config import ModelConfig, load_config
-from kvgraft.engine.weights import Weights, load_weights
+from kvgraft.engine.weights import LayerWeights, Weights, load_weights
 from kvgraft.kv.rope import rotate
 
 
@@ -21,6 +21,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
+        self._qk_norms = tuple(self._qk_norm(layer) for layer in weights.layers)
 
     @classmethod
     def from_pretrained(
@@ -48,13 +49,14 @@ class Decoder:
         cos, sin: float32 [n, d / 2], `config.rope.table(positions)`; the same for every layer. The results are
         views of shared storage whose rows are strided.
         """
-        config, weights = self.config, self.weights.layers[layer]
+        config, weights, qk_norm = self.config, self.weights.layers[layer], self._qk_norms[layer]
         normed = self._norm(hidden, weights.input_norm)
         heads = F.linear(normed, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, config.head_dim))
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
+        if qk_norm is not None:
+            qk = F.rms_norm(qk, (config.head_dim,), None, config.norm_eps).mul_(qk_norm)
+        q, k = rotate(qk, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
+        return q, k, v
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> hidden states [n, D] leaving it."""
@@ -71,3 +73,11 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+    def _qk_norm(self, layer: LayerWeights) -> Tensor | None:
+        """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all heads."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return None
+        return torch.cat(
+            (layer.q_norm.expand(self.config.num_heads, -1), layer.k_norm.expand(self.config.num_kv_heads, -1))
+        )

@@ -29,8 +29,8 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """
 
     prompt: str
-    read: list[str] = []
-    policies: list[str] = ["naive", "sparsex"]
+    read: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ("naive", "sparsex")
     max_tokens: int = 16
     repeats: int = 3
 

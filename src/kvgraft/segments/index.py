@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
 from kvgraft.segments.table import EntryTable, IsLive
@@ -43,6 +44,14 @@ class Match:
         """Slot of each token in the paged KV pool, int64 [length]."""
         positions = self.source_start % block_size + np.arange(self.length)  # within the pages
         return self.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+@dataclass
+class _Prompt:
+    tokens: np.ndarray  # int32 [T]
+    scope: bytes
+    ceiling: Lineage  # what entries may be used
+    unclaimed: bytearray  # [T], 1 where a token may still be grafted
 
 
 @dataclass
@@ -101,26 +110,25 @@ class VirtualBlockIndex:
             tokens: token ids, int [m * block_size].
             pages: distinct physical blocks that hold their KV, int [m].
             versions: content versions of the pages, int [m].
-            source: the sequence's identity, equal for all its blocks.
+            source: identity of the sequence, of no other one.
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
             after: entry id of the block before the first, so that runs link across calls.
 
         Returns:
             Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
-            max_sources live entries already hold the content.
+            max_sources live entries already hold the content. A block once approximate stays so.
         """
         tokens, pages, versions = as_int32("tokens", tokens), as_int32("pages", pages), np.asarray(versions, np.int64)
-        self._check_insertion(tokens, pages, versions, source_start, after)
+        self._check_insertion(tokens, pages, versions, source, source_start, after)
         blocks = tokens.reshape(-1, self.block_size)
         starts = source_start + self.block_size * np.arange(len(blocks), dtype=np.int32)
         ids = np.empty(len(blocks), np.int32)
         for at in range(0, len(blocks), _INSERT_BATCH):
             batch = slice(at, at + _INSERT_BATCH)
-            ids[batch] = self._insert(
-                blocks[batch], pages[batch], versions[batch], starts[batch], source, scope, Lineage(lineage)
-            )
-        self._link(np.append(np.int32(after), ids), source)
+            columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
+            ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage))
+        self._entries.link(np.append(np.int32(after), ids), source)
         return ids
 
     def match(
@@ -144,17 +152,16 @@ class VirtualBlockIndex:
             allow_approximate: use blocks of approximate lineage too.
             extend: grow the runs token by token into the neighbouring blocks of their source.
         """
-        check_scope(scope)
         tokens = as_int32("tokens", tokens)
         free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
         if free.dtype != bool or free.shape != tokens.shape:
             raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {tokens.shape}")
         ceiling = Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
-        unclaimed = bytearray(free.tobytes())
-        runs = self._claim(*self._candidates(tokens, scope, free, ceiling), unclaimed)
+        prompt = _Prompt(tokens, scope, ceiling, unclaimed=bytearray(free.tobytes()))
+        runs = self._claim(prompt, *self._candidates(prompt, free))
         if extend:
-            self._extend(runs, -1, tokens, scope, unclaimed, ceiling)
-            self._extend(runs, +1, tokens, scope, unclaimed, ceiling)
+            self._extend(prompt, runs, step=-1)
+            self._extend(prompt, runs, step=+1)
         return [self._as_match(run) for run in sorted(runs, key=lambda run: run.start)]
 
     def discard_stale(self) -> int:
@@ -162,116 +169,90 @@ class VirtualBlockIndex:
         return self._entries.discard_stale()
 
     def _check_insertion(
-        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source_start: int, after: int
+        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int
     ) -> None:
-        if not len(tokens) == self.block_size * len(pages) == self.block_size * len(versions):
-            raise ValueError(
-                f"{len(tokens)} tokens, {len(pages)} pages and {len(versions)} versions, "
-                f"expected {self.block_size} tokens for each page and version"
-            )
+        size, capacity = self.block_size, self._entries.capacity
+        if not len(tokens) == size * len(pages) == size * len(versions):
+            given = f"{len(tokens)} tokens, {len(pages)} pages and {len(versions)} versions"
+            raise ValueError(f"{given}: each page needs one version and {size} tokens")
         if len(np.unique(pages)) < len(pages):
-            raise ValueError("pages repeat, but a physical block holds one block of a source")
-        end = source_start + len(tokens)
-        if source_start < 0 or source_start % self.block_size or end > np.iinfo(np.int32).max:
-            raise ValueError(f"source_start is {source_start}, must be a multiple of {self.block_size} in [0, 2^31)")
-        if not -1 <= after < self._entries.capacity:
-            raise ValueError(f"after is {after}, must be -1 or an entry id below {self._entries.capacity}")
+            raise ValueError("pages repeat: a physical block holds one block of a source")
+        if not -(2**63) <= source < 2**63:
+            raise ValueError(f"source is {source}, must be a signed 64-bit integer")
+        if source_start < 0 or source_start % size or source_start + len(tokens) >= 2**31:
+            raise ValueError(f"source_start is {source_start}, must be a multiple of {size}, the end below 2^31")
+        if not -1 <= after < capacity:
+            raise ValueError(f"after is {after}, must be -1 or an entry id below {capacity}")
 
     def _insert(
-        self,
-        blocks: np.ndarray,
-        pages: np.ndarray,
-        versions: np.ndarray,
-        starts: np.ndarray,
-        source: int,
-        scope: bytes,
-        lineage: Lineage,
+        self, blocks: np.ndarray, columns: dict[str, np.ndarray], source: int, scope: bytes, lineage: Lineage
     ) -> np.ndarray:
         entries, digests = self._entries, block_digests(blocks, scope)
         keys = block_hashes(blocks, self._lookup_scope(scope))
-        rows, held = self._entries.find(keys)
+        rows, held = entries.find(keys)
         same = (entries.digest[held] == digests[rows]).all(axis=1)
         rows, held = rows[same], held[same]
         ids = np.full(len(blocks), -1, np.int32)
-        known = (entries.page[held] == pages[rows]) & (entries.version[held] == versions[rows])
+        known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
         ids[rows[known]] = held[known]
         entries.lineage[held[known]] = np.maximum(entries.lineage[held[known]], lineage)
         num_sources = np.bincount(rows[entries.lineage[held] <= lineage], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
         new = new[num_sources[new] + _occurrence(digests[new]) < self.max_sources]
+        columns = {"tokens": blocks, "digest": digests, **columns}
         ids[new] = entries.add(
             keys[new],
-            tokens=blocks[new],
-            digest=digests[new],
-            page=pages[new],
-            version=versions[new],
+            **{name: column[new] for name, column in columns.items()},
             source=source,
-            source_start=starts[new],
+            lineage=lineage,
             previous=-1,
             following=-1,
-            lineage=lineage,
         )
         return ids
-
-    def _link(self, ids: np.ndarray, source: int) -> None:
-        """Link the entries of consecutive blocks where both belong to the source."""
-        entries, left, right = self._entries, ids[:-1], ids[1:]
-        linked = (left >= 0) & (right >= 0) & (entries.source[left] == source) & (entries.source[right] == source)
-        linked &= entries.source_start[right] - entries.source_start[left] == self.block_size
-        entries.following[left[linked]] = right[linked]
-        entries.previous[right[linked]] = left[linked]
 
     def _lookup_scope(self, scope: bytes) -> bytes:
         check_scope(scope)
         return hashlib.sha256(self._secret + scope).digest()
 
-    def _candidates(
-        self, tokens: np.ndarray, scope: bytes, free: np.ndarray, ceiling: Lineage
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ids): live entries whose content, scope and lineage allow them at a wholly free window."""
-        if len(tokens) < self.block_size:
+    def _candidates(self, prompt: _Prompt, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ids) of the live entries that may stand at a wholly free window: int64 [n], int32 [n]."""
+        keys = window_hashes(prompt.tokens, self.block_size, self._lookup_scope(prompt.scope))
+        if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
-        entries, windows = self._entries, np.lib.stride_tricks.sliding_window_view(tokens, self.block_size)
-        blocked = np.concatenate(([0], np.cumsum(~free)))  # [T + 1]
-        offsets = np.flatnonzero(blocked[self.block_size :] == blocked[: -self.block_size])
-        rows, ids = self._entries.find(window_hashes(tokens, self.block_size, self._lookup_scope(scope))[offsets])
+        entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
+        offsets = np.flatnonzero(sliding_window_view(free, self.block_size).all(axis=1))
+        rows, ids = entries.find(keys[offsets])
         starts = offsets[rows]
-        equal = (entries.lineage[ids] <= ceiling) & (windows[starts] == entries.tokens[ids]).all(axis=1)
+        equal = (entries.lineage[ids] <= prompt.ceiling) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         starts, ids = starts[equal], ids[equal]
         offsets, rows = np.unique(starts, return_inverse=True)
-        authentic = (block_digests(windows[offsets], scope)[rows] == entries.digest[ids]).all(axis=1)
+        authentic = (block_digests(windows[offsets], prompt.scope)[rows] == entries.digest[ids]).all(axis=1)
         return starts[authentic], ids[authentic]
 
-    def _claim(self, starts: np.ndarray, ids: np.ndarray, unclaimed: bytearray) -> list[_Run]:
+    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray) -> list[_Run]:
         """Form runs of the candidates and claim their positions, longest first."""
         source, source_start = self._entries.source[ids], self._entries.source_start[ids]
-        blocks = np.stack((source, source_start - starts, starts, ids), axis=1)  # [candidates, 4]
+        blocks = np.stack((source, source_start - starts, starts, ids), axis=1)  # [n, 4]
         blocks = blocks[np.lexsort(blocks.T[::-1])]
-        same_place = (np.diff(blocks[:, :3], axis=0) == 0).all(axis=1)
-        blocks = np.delete(blocks, np.flatnonzero(same_place) + 1, axis=0)
+        repeated = (np.diff(blocks[:, :3], axis=0) == 0).all(axis=1)
+        blocks = np.delete(blocks, np.flatnonzero(repeated) + 1, axis=0)
         joined = (np.diff(blocks[:, :3], axis=0) == (0, 0, self.block_size)).all(axis=1)
         edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(blocks)]
         offsets, entries = blocks[:, 2].tolist(), blocks[:, 3].tolist()
-        return [
-            _Run(
-                start=offsets[first],
-                length=self.block_size * (stop - first),
-                source_start=int(self._entries.source_start[entries[first]]),
-                ids=entries[first:stop],
-            )
-            for first, stop in _claim_longest_first(offsets, entries, edges, unclaimed, self.block_size)
-        ]
+        runs = []
+        for first, stop in _longest_first(offsets, entries, edges, prompt.unclaimed, self.block_size):
+            source_first = int(self._entries.source_start[entries[first]])
+            runs.append(_Run(offsets[first], self.block_size * (stop - first), source_first, entries[first:stop]))
+        return runs
 
-    def _extend(
-        self, runs: list[_Run], step: int, tokens: np.ndarray, scope: bytes, unclaimed: bytearray, ceiling: Lineage
-    ) -> None:
+    def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
         """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
-        for run, neighbour in zip(runs, self._neighbours(edges, step, scope, ceiling).tolist(), strict=True):
+        for run, neighbour in zip(runs, self._neighbours(prompt, edges, step).tolist(), strict=True):
             if neighbour < 0:
                 continue
             position = run.start + run.length if step > 0 else run.start - 1
-            count = _reach(self._entries.tokens[neighbour, ::step], tokens, unclaimed, position, step)
+            count = _reach(self._entries.tokens[neighbour, ::step], prompt, position, step)
             run.length += count
             if count and step > 0:
                 run.ids.append(neighbour)
@@ -279,20 +260,13 @@ class VirtualBlockIndex:
                 run.ids.insert(0, neighbour)
                 run.start, run.source_start = run.start - count, run.source_start - count
 
-    def _neighbours(self, ids: np.ndarray, step: int, scope: bytes, ceiling: Lineage) -> np.ndarray:
-        """The entry next to each in its source, verified as a candidate is, or -1: int32 [n]."""
-        entries = self._entries
-        linked = (entries.following if step > 0 else entries.previous)[ids]
-        right_place = (entries.source[linked] == entries.source[ids]) & (
-            entries.source_start[linked] - entries.source_start[ids] == step * self.block_size
-        )
-        allowed = (entries.lineage[linked] >= 0) & (entries.lineage[linked] <= ceiling)
-        rows = np.flatnonzero((linked >= 0) & right_place & allowed)
-        near = linked[rows]
-        valid = entries.live(near) & (block_digests(entries.tokens[near], scope) == entries.digest[near]).all(axis=1)
-        neighbours = np.full(len(ids), -1, np.int32)
-        neighbours[rows[valid]] = near[valid]
-        return neighbours
+    def _neighbours(self, prompt: _Prompt, ids: np.ndarray, step: int) -> np.ndarray:
+        """The live entry next to each in its source, verified as a candidate is, or -1: int32 [n]."""
+        entries, near = self._entries, self._entries.adjacent(ids, step)
+        allowed = (near >= 0) & (entries.lineage[near] <= prompt.ceiling)
+        digests = block_digests(entries.tokens[near[allowed]], prompt.scope)
+        allowed[allowed] = (digests == entries.digest[near[allowed]]).all(axis=1)
+        return np.where(allowed, near, -1)
 
     def _as_match(self, run: _Run) -> Match:
         pages, lineage = self._entries.page[run.ids], Lineage(int(self._entries.lineage[run.ids].max()))
@@ -308,7 +282,7 @@ def _occurrence(digests: np.ndarray) -> np.ndarray:
     return occurrence
 
 
-def _claim_longest_first(
+def _longest_first(
     starts: list[int], ids: list[int], edges: list[int], unclaimed: bytearray, block_size: int
 ) -> Iterator[tuple[int, int]]:
     """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions.
@@ -334,12 +308,12 @@ def _claim_longest_first(
                 heapq.heappush(heap, (piece - after, starts[piece], ids[piece], piece, after))
 
 
-def _reach(block: np.ndarray, prompt: np.ndarray, unclaimed: bytearray, position: int, step: int) -> int:
-    """Claim prompt positions from position on, by step, while they are unclaimed and equal the block's tokens."""
+def _reach(block: np.ndarray, prompt: _Prompt, position: int, step: int) -> int:
+    """Claim positions from position on, by step, while they are unclaimed and equal the block's tokens; how many."""
     count = 0
     for token in block:
-        if not (0 <= position < len(prompt) and unclaimed[position] and prompt[position] == token):
+        if not 0 <= position < len(prompt.tokens) or not prompt.unclaimed[position] or prompt.tokens[position] != token:
             break
-        unclaimed[position] = 0
+        prompt.unclaimed[position] = 0
         position, count = position + step, count + 1
     return count

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,9 @@ def split_at_anchors(text: str, anchors: Sequence[str]) -> list[Part]:
     """
     if not anchors or "" in anchors:
         raise ValueError(f"anchors {list(anchors)}: at least one is needed, and none may be empty")
-    head, *tail = re.split(f"(?={'|'.join(map(re.escape, anchors))})", text)
-    return [part for part in (head, *map(Segment, tail)) if part != ""]
+    cuts = [*(found.start() for found in re.finditer("|".join(map(re.escape, anchors)), text)), len(text)]
+    head: list[Part] = [text[: cuts[0]]] if cuts[0] else []
+    return head + [Segment(text[start:stop]) for start, stop in pairwise(cuts)]
 
 
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> str:

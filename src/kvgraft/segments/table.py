@@ -137,6 +137,27 @@ class EntryTable:
         self._by_key.insert(keys, ids)
         return ids
 
+    def link(self, ids: np.ndarray, source: int) -> None:
+        """Link the entries (or -1) of consecutive blocks, where both neighbours belong to the source."""
+        left, right = ids[:-1], ids[1:]
+        linked = (left >= 0) & (self.source[left] == source) & self._is_adjacent(left, right, step=1)
+        self.following[left[linked]] = right[linked]
+        self.previous[right[linked]] = left[linked]
+
+    def adjacent(self, ids: np.ndarray, step: int) -> np.ndarray:
+        """The live entry before (step -1) or after (+1) each one in its source, or -1: int32 [n]."""
+        near = (self.following if step > 0 else self.previous)[ids]
+        rows = np.flatnonzero(self._is_adjacent(ids, near, step))
+        rows = rows[self.live(near[rows])]
+        found = np.full(len(ids), -1, np.int32)
+        found[rows] = near[rows]
+        return found
+
+    def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
+        distance = self.source_start[others] - self.source_start[ids]
+        held = (others >= 0) & (self.lineage[others] != _VACANT)
+        return held & (self.source[others] == self.source[ids]) & (distance == step * self.tokens.shape[1])
+
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
         held = np.flatnonzero(self.lineage != _VACANT).astype(np.int32)
@@ -148,7 +169,7 @@ class EntryTable:
         if count > len(self._vacant):
             self.discard_stale()
             if self.capacity - len(self) < count + self.capacity // 5:
-                self._grow(int(_GROWTH * self.capacity) + count)
+                self._grow(max(int(_GROWTH * self.capacity), len(self) + count))
             self._vacant = np.flatnonzero(self.lineage == _VACANT).astype(np.int32)
         ids, self._vacant = self._vacant[:count], self._vacant[count:]
         return ids

@@ -1,0 +1,250 @@
+"""Time to first token against full recomputation, against transformers, and against the FLOP floor.
+
+A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse shares, with the documents
+in another order behind a new instruction, run under every policy in turn in one process. Medians and ratios are printed.
+
+    python benchmarks/ttft.py [--long] [--dtype bfloat16] [--runs 5] [--json]
+"""
+
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvgraft import Engine, Policy, Report, Request, SamplingParams
+from kvgraft.engine.config import ModelConfig
+from kvgraft.prefill.policies import Full, Naive, SparseX
+
+DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one prompt shape; `floor_s` is full's time scaled by the FLOPs of the tokens actually computed."""
+
+    tokens: int
+    reuse: float
+    policy: str
+    ttft_s: float
+    speedup: float
+    flop_share: float
+    over_floor: float
+    grafted: int
+    recomputed: int
+    stages_ms: dict[str, float]
+
+
+def make_model(folder: Path, layers: int, max_position: int) -> None:
+    """A Qwen3-shaped model with random weights: hidden 512, 8 query and 2 key-value heads of 64."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=max_position,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(4096)}
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def make_prompts(tokens: int, reuse: float, seed: int) -> tuple[list[int], list[int]]:
+    """(what was read before, the prompt): the same documents in another order behind another instruction."""
+    random = np.random.default_rng(seed)
+    known = round(tokens * reuse)
+    documents = np.array_split(random.integers(1, 4096, known), max(1, known // DOCUMENT_TOKENS))
+    new = random.integers(1, 4096, tokens - known)
+    instruction, question = new[: len(new) // 2], new[len(new) // 2 :]
+    order = random.permutation(len(documents))
+    if len(documents) > 1 and (order == np.arange(len(documents))).all():
+        order = order[::-1]
+    read = np.concatenate([random.integers(1, 4096, 7), *documents])
+    prompt = np.concatenate([instruction, *(documents[i] for i in order), question])
+    return read.tolist(), prompt.tolist()
+
+
+def flops_of_layer(config: ModelConfig, positions: torch.Tensor) -> float:
+    """FLOPs of one layer for tokens at these positions: linear parts, and attention to everything before them."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
+    return float(2 * weights * positions.numel() + 4 * q_size * (positions + 1).sum())
+
+
+class FlopCount:
+    """Counts, inside the engine, which positions every layer computes."""
+
+    def __init__(self, engine: Engine) -> None:
+        from kvgraft.engine.prefill import NativePrefill
+
+        self.total, count, original = 0.0, self, NativePrefill.layer
+        config = engine.config
+
+        def counted(ctx: NativePrefill, index: int, hidden):  # type: ignore[no-untyped-def]
+            count.total += flops_of_layer(config, ctx.plan.positions[hidden.where])
+            return original(ctx, index, hidden)
+
+        self._restore = lambda: setattr(NativePrefill, "layer", original)
+        NativePrefill.layer = counted  # type: ignore[method-assign]
+
+    def close(self) -> float:
+        self._restore()
+        return self.total
+
+
+def answer(engine: Engine, prompt: list[int], policy: Policy) -> Report:
+    return engine.generate([Request(prompt, policy, ONE_TOKEN, remember=False)])[0].report
+
+
+def measure(engine: Engine, tokens: int, reuse: float, policies: dict[str, Policy], runs: int) -> list[Row]:
+    """All policies in turn, `runs` times after a warm-up."""
+    engine.clear_cache()
+    read, prompt = make_prompts(tokens, reuse, seed=tokens + round(1000 * reuse))
+    engine.generate([Request(read, Full(), ONE_TOKEN)])
+    flops: dict[str, float] = {}
+    reports: dict[str, list[Report]] = {name: [] for name in policies}
+    for number in range(runs + 1):
+        for name, policy in policies.items():
+            if number == 0:
+                counter = FlopCount(engine)
+                answer(engine, prompt, policy)
+                flops[name] = counter.close()
+            else:
+                reports[name].append(answer(engine, prompt, policy))
+    rows = []
+    for name, mine in reports.items():
+        ratios = [full.ttft_s / r.ttft_s for full, r in zip(reports["full"], mine, strict=True)]
+        speedup, share = statistics.median(ratios), flops[name] / flops["full"]
+        stages = {stage: 1e3 * statistics.median(r.stages.get(stage, 0.0) for r in mine) for stage in mine[0].stages}
+        ttft = statistics.median(r.ttft_s for r in mine)
+        last = mine[-1]
+        rows.append(
+            Row(tokens, reuse, name, ttft, speedup, share, 1 / (speedup * share), last.grafted_tokens,
+                last.recomputed_tokens, stages)
+        )  # fmt: skip
+    return rows
+
+
+def against_transformers(engine: Engine, folder: Path, tokens: int, runs: int) -> tuple[float, float, float]:
+    """Median seconds of full prefill here and in transformers with SDPA, and the median of the paired ratios."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa", dtype=engine.decoder.dtype
+    ).eval()
+    prompt = make_prompts(tokens, 0.0, seed=1)[1]
+    ours, theirs = [], []
+    for _ in range(runs + 1):
+        engine.clear_cache()
+        ours.append(answer(engine, prompt, Full()).ttft_s)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        theirs.append(time.perf_counter() - start)
+    ratios = [b / a for a, b in zip(ours[1:], theirs[1:], strict=True)]
+    return statistics.median(ours[1:]), statistics.median(theirs[1:]), statistics.median(ratios)
+
+
+def policies_for(layers: int) -> dict[str, Policy]:
+    """Full, naive, and SparseX over boundaries of 0, 1 layer, 10 and 20 % of the layers, and three budgets."""
+    boundaries = {"0": 0, "1": 1, f"10% ({round(0.1 * layers)})": round(0.1 * layers)}
+    boundaries |= {f"20% ({round(0.2 * layers)})": round(0.2 * layers)}
+    sparse = {
+        f"sparsex boundary {label}, k {topk:.2f}": SparseX(boundary=boundary, topk=topk)
+        for label, boundary in boundaries.items()
+        if label in ("0", "1") or boundary > 1
+        for topk in (0.05, 0.10, 0.20)
+    }
+    return {"full": Full(), "naive": Naive(), **sparse}
+
+
+def main(
+    lengths: Annotated[list[int], typer.Option("--tokens")] = [2048, 4096, 8192],  # noqa: B006
+    reuses: Annotated[list[float], typer.Option("--reuse")] = [0.5, 0.75, 0.9, 0.98],  # noqa: B006
+    long: Annotated[bool, typer.Option("--long", help="16384 tokens as well.")] = False,
+    layers: int = 12,
+    dtype: str = "float32",
+    runs: int = 5,
+    threads: int = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Print time to first token of every policy, the ratio to full, and the distance to the FLOP floor."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    lengths = [*lengths, 16384] if long else lengths
+    policies = policies_for(layers)
+    configuration = {
+        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden 512, 8/2 heads of 64, FFN 1536",
+        "dtype": dtype, "block_size": 16, "runs": runs, "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor(),
+        "cores": os.cpu_count(),
+    }  # fmt: skip
+    console = Console(stderr=as_json)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, layers, 2 * max(lengths))
+        engine = Engine(folder, dtype=dtype, num_pages=5 * max(lengths) // 2 // 16, max_prefill_tokens=max(lengths))
+        rows: list[Row] = []
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("measuring", total=len(lengths) * len(reuses))
+            for tokens in lengths:
+                for reuse in reuses:
+                    progress.update(task, description=f"{tokens} tokens, {reuse:.0%} reuse")
+                    rows += measure(engine, tokens, reuse, policies, runs)
+                    progress.advance(task)
+                    gc.collect()
+        baseline = {tokens: against_transformers(engine, folder, tokens, runs) for tokens in lengths}
+    if as_json:
+        print(json.dumps({"configuration": configuration, "rows": [asdict(r) for r in rows], "full": baseline}))
+        return
+    show(console, configuration, rows, baseline)
+
+
+def show(
+    console: Console,
+    configuration: dict[str, object],
+    rows: list[Row],
+    baseline: dict[int, tuple[float, float, float]],
+) -> None:
+    """Tables on the terminal."""
+    console.print(", ".join(f"{key} {value}" for key, value in configuration.items()))
+    for tokens, reuse in dict.fromkeys((row.tokens, row.reuse) for row in rows):
+        table = Table("policy", "TTFT ms", "speed-up", "FLOPs", "floor x", "time/floor", "grafted", "recomputed", "stages ms")
+        for r in (row for row in rows if (row.tokens, row.reuse) == (tokens, reuse)):
+            stages = " ".join(f"{k} {v:.0f}" for k, v in r.stages_ms.items() if v >= 0.5)
+            table.add_row(
+                r.policy, f"{1e3 * r.ttft_s:.0f}", f"{r.speedup:.2f}", f"{r.flop_share:.1%}", f"{1 / r.flop_share:.2f}",
+                f"{r.over_floor:.2f}", str(r.grafted), str(r.recomputed), stages,
+            )  # fmt: skip
+        table.title = f"{tokens} tokens, {reuse:.0%} reused"
+        console.print(table)
+    table = Table("tokens", "full ms", "transformers SDPA ms", "transformers / full", title="full is no straw man")
+    for tokens, (ours, theirs, ratio) in baseline.items():
+        table.add_row(str(tokens), f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}", f"{ratio:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

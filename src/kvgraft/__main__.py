@@ -1,0 +1,5 @@
+"""`python -m kvgraft`."""
+
+from kvgraft.cli import main
+
+main()

@@ -1,0 +1,223 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import VOCAB_SIZE
+
+from kvgraft import Engine, Request, RequestError, SamplingParams, Segment
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
+
+
+def request(count: int, seed: int = 0, max_tokens: int = 8, **fields: object) -> Request:
+    return Request(tokens(count, seed), "full", SamplingParams(max_tokens, ignore_eos=True), **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shared(model_dirs: dict[str, Path]) -> Engine:
+    return Engine(model_dirs["llama"], dtype="float32")
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Engine:
+    shared.clear_cache()
+    return shared
+
+
+def test_greedy_generation_equals_transformers(engine: Engine, model_dirs: dict[str, Path]):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"], dtype=torch.float32)
+    prompts = [tokens(n, n) for n in (1, 16, 33, 100)]
+    ours = engine.generate([Request(p, "full", SamplingParams(20, ignore_eos=True)) for p in prompts])
+    for prompt, result in zip(prompts, ours, strict=True):
+        ids = torch.tensor([[engine.config.bos_token_id, *prompt]])
+        theirs = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert result.token_ids == theirs[0, ids.shape[1] :].tolist()
+
+
+def test_batched_decoding_equals_one_at_a_time(engine: Engine):
+    requests = [request(count, count, max_tokens) for count, max_tokens in ((5, 20), (90, 3), (17, 11), (200, 1))]
+    together = [r.token_ids for r in engine.generate(requests)]
+    engine.clear_cache()
+    assert together == [engine.generate([one])[0].token_ids for one in requests]
+
+
+def test_sampling_depends_on_the_seed_only(engine: Engine):
+    def sampled(seed: int) -> Request:
+        return Request(tokens(20), "full", SamplingParams(12, temperature=1.0, top_p=0.95, top_k=50, seed=seed))
+
+    alone = engine.generate([sampled(1)])[0].token_ids
+    batch = [r.token_ids for r in engine.generate([sampled(2), sampled(1), sampled(1)])]
+    assert batch[1] == batch[2] == alone
+    assert batch[0] != alone
+
+
+def test_streaming_gives_the_same_text_piece_by_piece(engine: Engine):
+    requests = [request(10, 1), request(30, 2, max_tokens=3)]
+    results = engine.generate(requests)
+    engine.clear_cache()
+    pieces, final = {0: "", 1: ""}, {}
+    for event in engine.stream(requests):
+        assert event.index not in final
+        pieces[event.index] += event.text
+        if event.result:
+            final[event.index] = event.result
+    assert pieces == {i: r.text for i, r in enumerate(results)} == {i: r.text for i, r in final.items()}
+
+
+def test_streams_can_be_interleaved_and_abandoned(engine: Engine):
+    alone = engine.generate([request(20, 1)])[0].text
+    engine.clear_cache()
+    kept, dropped = engine.stream([request(20, 1)]), engine.stream([request(40, 2, max_tokens=50)])
+    text = next(kept).text
+    next(dropped)
+    next(dropped)
+    dropped.close()
+    text += "".join(event.text for event in kept)
+    assert text == alone
+    engine.check()
+    assert engine.memory.pool.num_used == 0
+
+
+def test_stop_strings_end_the_text_before_them(engine: Engine):
+    text = engine.generate([request(20, 1, max_tokens=12)])[0].text
+    words = text.split()
+    stop = words[4]
+    sampling = SamplingParams(12, stop=(stop,), ignore_eos=True)
+    result = engine.generate([Request(tokens(20, 1), "full", sampling)])[0]
+    assert result.finish_reason == "stop"
+    assert result.text == text[: text.index(stop)]
+
+
+def test_eos_ends_the_answer(model_dirs: dict[str, Path], engine: Engine):
+    token = engine.generate([request(20, 1)])[0].token_ids[3]
+    other = Engine(model_dirs["llama"], dtype="float32")
+    other.scheduler.decoder.config = type(other.config)(**{**vars(other.config), "eos_token_ids": (token,)})
+    result = other.generate([Request(tokens(20, 1), "full", SamplingParams(8))])[0]
+    assert result.finish_reason == "eos"
+    assert result.token_ids[-1] == token
+    assert len(result.token_ids) <= 4
+
+
+def test_a_full_pool_makes_requests_wait_not_fail(model_dirs: dict[str, Path], engine: Engine):
+    small = Engine(model_dirs["llama"], dtype="float32", num_pages=10, poison_dropped_pages=True)
+    requests = [request(60, seed, max_tokens=30) for seed in range(7)]
+    results = small.generate(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in engine.generate(requests)]
+    small.check()
+    assert small.memory.pool.num_used == 0
+
+
+def test_grafts_are_given_up_when_their_sources_fill_the_pool(model_dirs: dict[str, Path], engine: Engine):
+    small = Engine(model_dirs["llama"], dtype="float32", num_pages=10, poison_dropped_pages=True)
+    small.generate([request(80, 1, max_tokens=1)])
+    prompt = tokens(17, 2) + tokens(80, 1)
+    result = small.generate([Request(prompt, "naive", SamplingParams(4, ignore_eos=True))])[0]
+    assert result.report.fallback == "pool_pressure"
+    assert small.memory.fallbacks["pool_pressure"] == 1
+    expected = engine.generate([Request(prompt, "full", SamplingParams(4, ignore_eos=True), "elsewhere")])[0]
+    assert result.token_ids == expected.token_ids
+
+
+def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(model_dirs: dict[str, Path]):
+    small = Engine(model_dirs["llama"], dtype="float32", num_pages=4)
+    results = small.generate([request(20, 1), request(100, 2), request(20, 3)])
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are frozen)"
+    small.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Request(""), "request 0: the prompt has no tokens"),
+        (Request([]), "request 0: the prompt has no tokens"),
+        (Request([7, VOCAB_SIZE]), "token ids must be in 0..199, got 0..200"),
+        (Request([-1]), "token ids must be in 0..199, got -1..0"),
+        (Request("w3", policy="magic"), "unknown policy 'magic'"),
+        (Request("w3", policy="sparsex:topk=7"), "topk must be a share from 0 to 1, got 7"),
+        (request(600), "601 prompt tokens and 8 to generate exceed the limit of 512"),
+        (request(100, max_tokens=500), "101 prompt tokens and 500 to generate exceed the limit of 512"),
+        (Request([1.5]), "request 0"),  # type: ignore[list-item]
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(engine: Engine, bad: Request, message: str):
+    with pytest.raises(RequestError, match=message):
+        engine.generate([bad, request(5)])
+    assert not engine.scheduler.waiting
+
+
+def test_parts_and_text_give_the_same_answer(engine: Engine):
+    text = engine.generate([Request("w5 w6 w7 w8", "full")])[0]
+    parts = engine.generate([Request(["w5", Segment("w6 w7"), "w8"], "full")])[0]
+    assert text.token_ids == parts.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16, float16"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"max_length": 10_000}, "max_length 10000 is not in 2..512"),
+        ({"policy": "magic"}, "unknown policy"),
+        ({"watermark": 2.0}, "watermark must be in"),
+        ({"num_pages": 0}, "num_pages and block_size must be positive"),
+    ],
+)
+def test_bad_engine_options_are_refused(model_dirs: dict[str, Path], options: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        Engine(model_dirs["llama"], **options)  # type: ignore[arg-type]
+
+
+def test_frozen_text_outlives_a_flood_and_is_reused(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=40, poison_dropped_pages=True)
+    manual = tokens(100, 1)
+    entry = engine.freeze("manual", Request(manual))
+    assert len(entry.pages) == 6
+    for seed in range(10, 20):
+        engine.generate([request(200, seed, max_tokens=1)])
+    ask = Request(tokens(9, 2) + manual, "naive", SamplingParams(1), remember=False)
+    assert engine.generate([ask])[0].report.grafted_tokens >= 95
+    engine.check()
+    engine.frozen.delete("manual", "default")
+    for seed in range(20, 30):
+        engine.generate([request(300, seed, max_tokens=1)])
+    assert engine.generate([ask])[0].report.grafted_tokens == 0
+    engine.check()
+
+
+def test_frozen_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
+    engine.freeze("used", Request(tokens(70, 1)))
+    engine.freeze("unused", Request(tokens(70, 2)))
+    engine.generate([Request(tokens(5, 3) + tokens(70, 1), "naive", SamplingParams(1), remember=False)])
+    engine.generate([request(200, 4, max_tokens=1)])  # 13 pages and 8 frozen ones: above 18
+    assert {entry.name: len(entry.pages) for entry in engine.frozen.list()} == {"used": 4, "unused": 1}
+    engine.check()
+
+
+def test_freezing_too_much_or_nothing_is_refused(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
+    with pytest.raises(ValueError, match="'short': the text fills no whole block"):
+        engine.freeze("short", "w3")
+    with pytest.raises(ValueError, match="'long' needs 12 frozen pages, but 0 of at most 10 are taken"):
+        engine.freeze("long", Request(tokens(200)))
+    engine.check()
+
+
+def test_the_report_adds_up(engine: Engine):
+    known = tokens(80, 1)
+    engine.generate([Request(known, "full")])
+    prompt = known[:40] + tokens(3, 2) + known[40:] + tokens(4, 3)
+    report = engine.generate([Request(prompt, "sparsex:boundary=1,overflow_blocks=0")])[0].report
+    assert report.prefix_tokens == 32
+    assert report.prefix_tokens + report.grafted_tokens + report.fresh_tokens == report.prompt_tokens == 88
+    assert 0 < report.recomputed_tokens <= report.grafted_tokens
+    assert {"queue", "match", "align", "dense", "select", "sparse"} == set(report.stages)
+    assert sum(report.stages.values()) <= report.ttft_s
+    assert 0 < report.computed_share < 1
+    assert report.policy == "sparsex"

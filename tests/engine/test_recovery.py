@@ -1,0 +1,241 @@
+"""What must hold for every policy: recomputing everything is exact, grafts read their source, nothing leaks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import FAMILIES, VOCAB_SIZE
+
+from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft.prefill.policies import Full, Naive, SparseX
+
+TOLERANCE = 1e-4  # logits of order 5 in float32
+EVERYTHING = [SparseX(boundary=b, topk=1.0) for b in (0, 1, 2, 99)]
+APPROXIMATE = [Naive(), SparseX(boundary=0), SparseX(boundary=1)]
+
+
+@pytest.fixture(scope="module")
+def engines(model_dirs: dict[str, Path]) -> dict[tuple[str, int], Engine]:
+    return {
+        (family, size): Engine(model_dirs[family], dtype="float32", block_size=size, poison_dropped_pages=True)
+        for family in FAMILIES
+        for size in (16, 32)
+    }
+
+
+@pytest.fixture
+def engine(engines: dict[tuple[str, int], Engine]) -> Engine:
+    engine = engines["qwen3", 16]
+    engine.clear_cache()
+    return engine
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
+
+
+def ask(engine: Engine, prompt: list[int], policy: Policy, **fields: object) -> Result:
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    return engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])[0]  # type: ignore[arg-type]
+
+
+def truth(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Logits of full prefill without any cache."""
+    result = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
+    assert (result.report.prefix_tokens, result.report.grafted_tokens) == (0, 0)
+    return result.first_logits  # type: ignore[return-value]
+
+
+def difference(a: Result | torch.Tensor, b: torch.Tensor) -> float:
+    logits = a.first_logits if isinstance(a, Result) else a
+    return float((logits - b).abs().max())  # type: ignore[operator]
+
+
+def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine], model_dirs: dict[str, Path]):
+    from transformers import AutoModelForCausalLM
+
+    for family, directory in model_dirs.items():
+        engine = engines[family, 16]
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        prompt = tokens(90, 1)
+        with torch.inference_mode():
+            ids = torch.tensor([[engine.config.bos_token_id, *prompt]])
+            expected = model(ids).logits[0, -1]
+        assert difference(truth(engine, prompt), expected) < TOLERANCE, family
+
+
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_everything_is_full_prefill(engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject):
+    """Any interleaving: segments of any length, order and offset, repeats, exact prefixes, other namespaces."""
+    engine = engines[family, data.draw(st.sampled_from([16, 32]), label="block size")]
+    engine.clear_cache()
+    segments = [tokens(data.draw(st.integers(1, 70)), seed) for seed in range(data.draw(st.integers(1, 4)))]
+    order = st.lists(st.integers(0, len(segments) - 1), min_size=1, max_size=5)
+
+    def compose(seed: int, opening: list[int]) -> list[int]:
+        parts = opening + [
+            token
+            for place, number in enumerate(data.draw(order))
+            for token in tokens(data.draw(st.integers(0, 20)), 100 * seed + place) + segments[number]
+        ]
+        return (parts + tokens(data.draw(st.integers(0, 20)), 100 * seed + 99))[:400]
+
+    opening = tokens(data.draw(st.sampled_from([0, 17, 40])), 7)
+    for number in range(data.draw(st.integers(1, 3))):
+        namespace = data.draw(st.sampled_from(["default", "default", "other"]))
+        ask(engine, compose(number + 1, opening), Full(), namespace=namespace)
+    prompt = compose(50, data.draw(st.sampled_from([opening, []])))
+    policy = data.draw(st.sampled_from(EVERYTHING))
+    result = ask(engine, prompt, policy)
+    report = result.report
+    assert report.prefix_tokens + report.grafted_tokens + report.fresh_tokens == len(prompt) + 1
+    assert report.recomputed_tokens == report.grafted_tokens
+    assert difference(result, truth(engine, prompt)) < TOLERANCE
+    engine.check()
+
+
+@pytest.mark.parametrize("policy", [*APPROXIMATE, *EVERYTHING])
+def test_mixed_batches_answer_as_alone(engine: Engine, policy: Policy):
+    """Requests with and without reuse, with exact prefixes, and under several policies, in one step."""
+    known = tokens(80, 1)
+    ask(engine, known, Full())
+    prompts = [tokens(5, 2) + known[20:] + tokens(6, 3), tokens(70, 4), known[:50] + tokens(9, 5), known]
+    policies = [policy, policy, policy, Full()]
+    alone = [ask(engine, p, q, remember=False) for p, q in zip(prompts, policies, strict=True)]
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    together = engine.generate(
+        [Request(p, q, sampling, remember=False, return_logits=True) for p, q in zip(prompts, policies, strict=True)]
+    )
+    for one, many in zip(alone, together, strict=True):
+        assert difference(many, one.first_logits) < TOLERANCE  # type: ignore[arg-type]
+        assert one.report.grafted_tokens == many.report.grafted_tokens
+    assert together[0].report.grafted_tokens >= 48
+    assert together[1].report.grafted_tokens == 0
+    assert together[2].report.prefix_tokens == 48
+
+
+def test_a_prompt_without_reuse_is_computed_bit_for_bit_as_in_full(engine: Engine):
+    prompt = tokens(150, 1)
+    for policy in (*APPROXIMATE, *EVERYTHING):
+        assert torch.equal(ask(engine, prompt, policy, remember=False).first_logits, truth(engine, prompt))  # type: ignore[arg-type]
+
+
+def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
+    known = tokens(160, 1)
+    ask(engine, known, Full())
+    prompt = tokens(30, 2) + known + tokens(10, 3)
+    expected = truth(engine, prompt)
+    naive, some, more, everything = (
+        difference(ask(engine, prompt, policy, remember=False), expected)
+        for policy in (Naive(), SparseX(boundary=1, topk=0.1), SparseX(boundary=2, topk=0.6), SparseX(topk=1.0))
+    )
+    assert naive > some > more > everything
+    assert naive > 0.1
+    assert everything < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", APPROXIMATE)
+def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
+    """Poison: what is changed in the source pages changes the answer; the same change elsewhere does not."""
+    known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
+    ask(engine, known, Full())
+    before = ask(engine, prompt, policy, remember=False)
+    cache, index = engine.memory.cache, engine.memory.index
+    scope = engine._scope("default")
+    slots = index.match(np.array(known, np.int64), scope)[0].source_slots(16)
+    unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
+    deep = cache.values[2:]
+    for place, changes in ((unrelated, False), (slots, True)):
+        saved = deep[:, place].clone()
+        deep[:, place] = 3.0
+        after = ask(engine, prompt, policy, remember=False)
+        deep[:, place] = saved
+        assert (difference(after, before.first_logits) > 0.01) == changes  # type: ignore[arg-type]
+
+
+def test_non_finite_grafts_fall_back_to_full_prefill(engine: Engine):
+    known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
+    ask(engine, known, Full())
+    expected = truth(engine, prompt)
+    engine.memory.cache.values[-1, :] = float("nan")
+    count = engine.memory.fallbacks["non_finite"]
+    result = ask(engine, prompt, Naive(), remember=False)
+    assert result.report.fallback == "non_finite"
+    assert result.report.grafted_tokens == 0
+    assert engine.memory.fallbacks["non_finite"] == count + 1
+    assert difference(result, expected) < TOLERANCE
+
+
+def test_namespaces_are_isolated_and_their_own_content_is_found(engine: Engine):
+    known, prompt = tokens(96, 1), tokens(9, 2) + tokens(96, 1)
+    ask(engine, known, Full(), namespace="a")
+    for text in (known, prompt):
+        stranger = ask(engine, text, Naive(), namespace="b", remember=False).report
+        assert (stranger.prefix_tokens, stranger.grafted_tokens) == (0, 0)
+    assert ask(engine, prompt, Naive(), namespace="a", remember=False).report.grafted_tokens >= 80
+    assert ask(engine, known, Naive(), namespace="a", remember=False).report.prefix_tokens == 96
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_prefix_lookups_never_see_grafted_blocks(model_dirs: dict[str, Path], evict: bool):
+    engine = Engine(model_dirs["qwen3"], dtype="float32", num_pages=24, poison_dropped_pages=True)
+    known = tokens(80, 1)
+    prompt = tokens(20, 2) + known + tokens(40, 3)
+    expected = truth(engine, prompt)
+    ask(engine, known, Full())
+    approximate = ask(engine, prompt, Naive())  # remembered
+    assert approximate.report.grafted_tokens >= 64
+    if evict:
+        for seed in range(10, 14):
+            ask(engine, tokens(120, seed), Full())
+    again = ask(engine, prompt, Full())
+    assert again.report.prefix_tokens <= 16  # at most the block before the first graft
+    assert difference(again, expected) < TOLERANCE
+    exact = ask(engine, prompt, Full())
+    assert exact.report.prefix_tokens == 128
+    assert difference(exact, expected) < TOLERANCE
+    engine.check()
+
+
+def test_blocks_after_a_graft_are_sources_only_if_configured(model_dirs: dict[str, Path]):
+    known, later = tokens(80, 1), tokens(64, 3)
+    for allowed in (False, True):
+        engine = Engine(model_dirs["llama"], dtype="float32", approximate_sources=allowed)
+        ask(engine, known, Full())
+        assert ask(engine, tokens(9, 2) + known + later, Naive()).report.grafted_tokens >= 64
+        grafted = ask(engine, tokens(5, 4) + later, Naive()).report.grafted_tokens
+        assert (grafted > 0) == allowed
+
+
+def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", poison_dropped_pages=True)
+    prompt = tokens(100, 1)
+    expected = truth(engine, prompt)
+    ask(engine, prompt, Full())
+    pages = engine.memory.find_prefix([engine.config.bos_token_id, *prompt], engine._scope("default"))
+    engine.memory.pool._drop([pages[2]])  # as if only this one had been reclaimed
+    result = ask(engine, prompt, Naive())
+    assert result.report.prefix_tokens == 80
+    assert result.report.fresh_tokens == 21
+    assert difference(result, expected) < TOLERANCE
+
+
+def test_generated_text_is_a_source_as_well(engine: Engine):
+    prompt = tokens(40, 1)
+    first = engine.generate([Request(prompt, "full", SamplingParams(max_tokens=60, ignore_eos=True))])[0]
+    second = ask(engine, tokens(7, 2) + first.token_ids, Naive())
+    assert second.report.grafted_tokens >= 32
+
+
+def test_a_prompt_known_to_its_end_recomputes_its_tail(engine: Engine):
+    known = tokens(160, 1)
+    ask(engine, known, Full())
+    prompt = tokens(9, 2) + known[:150]
+    result = ask(engine, prompt, SparseX(boundary=0, topk=0.0, overflow_blocks=0, tail_tokens=64), remember=False)
+    assert result.report.fresh_tokens <= 12
+    assert result.report.recomputed_tokens == 64

@@ -1,0 +1,479 @@
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgraft.segments import index as index_module
+from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.table import HashTable
+
+SCOPE = scope_digest("model", "tenant")
+OTHER_SCOPE = scope_digest("model", "other tenant")
+fixed = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+@dataclass
+class Pool:
+    """Physical pages with their tokens and versions, and an index over them."""
+
+    block_size: int = 4
+    max_sources: int = 4
+    num_pages: int = 4096
+    sources: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.content = np.full((self.num_pages, self.block_size), -7, np.int32)
+        self.versions = np.zeros(self.num_pages, np.int64)
+        self.owner = np.full(self.num_pages, -1)
+        self.used = 0
+        self.index = VirtualBlockIndex(self.block_size, self.is_live, max_sources=self.max_sources)
+
+    def is_live(self, pages, versions):
+        return self.versions[pages] == versions
+
+    def add(self, tokens, source, *, source_start=0, scope=SCOPE, **options):
+        """Write tokens to new pages and name the full blocks; returns (pages, entry ids)."""
+        tokens = np.asarray(tokens, np.int32)
+        blocks = tokens[: len(tokens) // self.block_size * self.block_size].reshape(-1, self.block_size)
+        pages = self.used + np.random.default_rng(self.used).permutation(len(blocks))
+        self.used += len(blocks)
+        self.content[pages], self.owner[pages] = blocks, source
+        self.sources[source] = np.concatenate((self.sources.get(source, tokens[:0])[:source_start], tokens))
+        versions = self.versions[pages]
+        options |= {"source": source, "source_start": source_start, "scope": scope}
+        return pages, self.index.insert(blocks.reshape(-1), pages, versions, **options)
+
+    def recycle(self, pages):
+        self.versions[pages] += 1
+        self.content[pages] = -7
+
+    def check(self, prompt, matches):
+        """Every match reads its own tokens, at the claimed place of one source; none overlap. Returns the cover."""
+        covered = np.zeros(len(prompt), bool)
+        for match in matches:
+            span = slice(match.start, match.start + match.length)
+            assert not covered[span].any()
+            covered[span] = True
+            (source,) = set(self.owner[match.pages])
+            first, last = match.source_start, match.source_start + match.length
+            assert len(match.pages) == (last - 1) // self.block_size - first // self.block_size + 1
+            np.testing.assert_array_equal(self.content.reshape(-1)[match.source_slots(self.block_size)], prompt[span])
+            np.testing.assert_array_equal(self.sources[source][first:last], prompt[span])
+        assert [match.start for match in matches] == sorted(match.start for match in matches)
+        return covered
+
+
+def spans(matches: list[Match]) -> list[tuple[int, int, int]]:
+    return [(match.start, match.length, match.source_start) for match in matches]
+
+
+def rng_tokens(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 150_000, count, dtype=np.int32)
+
+
+@fixed
+@given(st.data(), st.sampled_from([16, 32]))
+def test_any_offset_matching_finds_every_aligned_block(data, block_size):
+    pool = Pool(block_size)
+    lengths = data.draw(st.lists(st.integers(0, 12 * block_size), min_size=1, max_size=4))
+    for source, length in enumerate(lengths):
+        pool.add(rng_tokens(length, seed=source), source)
+    pieces, aligned = [], []
+    for seed in range(data.draw(st.integers(1, 6))):
+        pieces.append(rng_tokens(data.draw(st.integers(0, 2 * block_size)), seed=1000 + seed))
+        tokens = pool.sources[data.draw(st.integers(0, len(lengths) - 1))]
+        first = data.draw(st.integers(0, len(tokens)))
+        last = data.draw(st.integers(first, len(tokens)))
+        offset = sum(map(len, pieces)) - first
+        full = len(tokens) // block_size * block_size
+        aligned += [offset + at for at in range(0, full, block_size) if first <= at and at + block_size <= last]
+        pieces.append(tokens[first:last])
+    prompt = np.concatenate(pieces)
+    for extend in (False, True):
+        covered = pool.check(prompt, pool.index.match(prompt, SCOPE, extend=extend))
+        for start in aligned:
+            assert covered[start : start + block_size].all()
+    assert pool.index.match(prompt, OTHER_SCOPE) == []
+
+
+def greedy_reference(pool, held, prompt, free):
+    """The rule written plainly: again and again, claim the longest run of free known blocks."""
+    size, free, claimed = pool.block_size, free.copy(), []
+    while True:
+        best = None
+        for source, diagonal in {(source, at - start) for source, at, _, start, _ in held}:
+            line = {start: entry for s, at, entry, start, _ in held if s == source and at - start == diagonal}
+            line = {start: entry for start, entry in line.items() if free[start : start + size].all()}
+            for start in line:
+                if start - size in line:
+                    continue
+                stop = start
+                while stop in line:
+                    stop += size
+                key = (start - stop, start, line[start], diagonal)
+                best = key if best is None else min(best, key)
+        if best is None:
+            return sorted(claimed)
+        length, start, _, diagonal = best
+        free[start : start - length] = False
+        claimed.append((start, -length, start + diagonal))
+
+
+@fixed
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_claims_equal_the_plain_greedy_rule_on_repetitive_text(data, block_size, max_sources):
+    pool, held = Pool(block_size, max_sources), []
+    letters = st.lists(st.integers(0, 2), max_size=24)
+    prompt = np.array(data.draw(st.lists(st.integers(0, 2), max_size=40)), np.int32)
+    for source in range(data.draw(st.integers(1, 3))):
+        tokens = data.draw(letters)
+        pages, ids = pool.add(tokens, source)
+        for block, (page, entry) in enumerate(zip(pages, ids, strict=True)):
+            at = block * block_size
+            for start in range(len(prompt) - block_size + 1):
+                if entry >= 0 and prompt[start : start + block_size].tolist() == tokens[at : at + block_size]:
+                    held.append((source, at, int(entry), start, page))
+    free = np.array(data.draw(st.lists(st.booleans(), min_size=len(prompt), max_size=len(prompt))), bool)
+    for mask in (free, np.ones(len(prompt), bool)):
+        matches = pool.index.match(prompt, SCOPE, free=mask, extend=False)
+        pool.check(prompt, matches)
+        assert spans(matches) == greedy_reference(pool, held, prompt, mask)
+        grown = pool.index.match(prompt, SCOPE, free=mask)
+        covered = pool.check(prompt, grown)
+        assert not covered[~mask].any()
+        assert len(grown) == len(matches)
+        for match in matches:
+            assert covered[match.start : match.start + match.length].all()
+
+
+def test_longest_run_wins_and_the_loser_keeps_its_other_blocks():
+    pool = Pool()
+    pool.add(range(100, 116), source=1)  # [100, 116) is 4 blocks
+    pool.add(range(108, 132), source=2)  # [108, 132) is 6 blocks and shares 2 of them
+    matches = pool.index.match(np.arange(100, 132), SCOPE)
+    assert spans(matches) == [(0, 8, 0), (8, 24, 0)]
+    assert pool.owner[matches[0].pages].tolist() == [1, 1]
+
+
+def test_equal_runs_prefer_the_lower_entry_id():
+    pool = Pool()
+    for source in (1, 2, 3):
+        pool.add(range(8), source)
+    (match,) = pool.index.match(np.arange(8), SCOPE)
+    assert set(pool.owner[match.pages]) == {1}
+
+
+def test_a_source_held_twice_is_read_from_its_first_pages():
+    pool = Pool()
+    pages, _ = pool.add(range(12), source=1)
+    pool.add(range(12), source=1)
+    (match,) = pool.index.match(np.arange(12), SCOPE)
+    assert match.pages.tolist() == pages.tolist()
+    pool.recycle(pages[1:])
+    (match,) = pool.index.match(np.arange(12), SCOPE)
+    assert match.length == 12
+    pool.check(np.arange(12), [match])
+
+
+@pytest.mark.parametrize(("first", "last"), [(4, 20), (1, 23), (3, 21), (5, 12), (0, 24)])
+def test_extension_reaches_the_edges_of_the_piece(first, last):
+    pool = Pool()
+    tokens = rng_tokens(24)
+    pages, _ = pool.add(tokens, source=1)
+    prompt = np.concatenate(([7, 8, 9], tokens[first:last], [7, 8]))
+    (match,) = pool.index.match(prompt, SCOPE)
+    assert spans([match]) == [(3, last - first, first)]
+    assert match.pages.tolist() == pages[first // 4 : -(-last // 4)].tolist()
+    pool.check(prompt, [match])
+    (blocks_only,) = pool.index.match(prompt, SCOPE, extend=False)
+    assert blocks_only.length == last // 4 * 4 - -(-first // 4) * 4
+
+
+def test_extension_needs_the_link_between_calls():
+    tokens = rng_tokens(16)
+    for linked in (True, False):
+        pool = Pool()
+        _, ids = pool.add(tokens[:8], source=1)
+        pool.add(tokens[8:], source=1, source_start=8, after=int(ids[-1]) if linked else -1)
+        (match,) = pool.index.match(tokens[4:11], SCOPE)
+        assert match.length == (7 if linked else 4)
+
+
+def test_extension_refuses_a_link_to_another_source():
+    pool = Pool()
+    _, ids = pool.add(range(8), source=1)
+    pool.add(range(8, 16), source=2, source_start=8, after=int(ids[-1]))
+    (match,) = pool.index.match(np.arange(11), SCOPE)
+    assert match.length == 8
+
+
+def test_links_hold_across_insertion_batches(monkeypatch):
+    monkeypatch.setattr(index_module, "_INSERT_BATCH", 3)
+    pool = Pool()
+    tokens = rng_tokens(10 * 4)
+    _, ids = pool.add(tokens, source=1)
+    assert len(set(ids.tolist())) == 10
+    for first in range(1, 31):
+        (match,) = pool.index.match(tokens[first : first + 9], SCOPE)
+        assert spans([match]) == [(0, 9, first)]
+
+
+def test_scopes_are_isolated_and_the_same_scope_hits():
+    pool = Pool()
+    tokens = rng_tokens(32)
+    pool.add(tokens, source=1)
+    assert pool.index.match(tokens, OTHER_SCOPE) == []
+    assert [match.length for match in pool.index.match(tokens, SCOPE)] == [32]
+    pool.add(tokens, source=2, scope=OTHER_SCOPE)
+    for scope, owner in ((SCOPE, 1), (OTHER_SCOPE, 2)):
+        (match,) = pool.index.match(tokens, scope)
+        assert set(pool.owner[match.pages]) == {owner}
+
+
+def test_one_page_may_be_named_in_two_scopes():
+    pool = Pool()
+    tokens = rng_tokens(8)
+    pages, ids = pool.add(tokens, source=1)
+    other = pool.index.insert(tokens, pages, pool.versions[pages], source=1, source_start=0, scope=OTHER_SCOPE)
+    assert not set(ids) & set(other)
+    assert pool.index.match(tokens, OTHER_SCOPE)[0].pages.tolist() == pages.tolist()
+
+
+def test_extension_never_enters_another_scope_through_a_reused_id():
+    pool = Pool()
+    tokens = rng_tokens(8)
+    pages, ids = pool.add(tokens, source=1)
+    pool.recycle(pages[1:])
+    assert pool.index.discard_stale() == 1
+    _, reused = pool.add(tokens[4:], source=1, source_start=4, scope=OTHER_SCOPE)
+    assert reused.tolist() == ids[1:].tolist()  # the link of the first entry names it again
+    assert [match.length for match in pool.index.match(tokens[:7], SCOPE)] == [4]
+
+
+def test_recycled_pages_never_match_and_are_purged():
+    pool = Pool()
+    tokens = rng_tokens(48)
+    pages, _ = pool.add(tokens, source=1)
+    pool.recycle(pages[4:6])
+    assert len(pool.index) == 12
+    assert spans(pool.index.match(tokens, SCOPE)) == [(0, 16, 0), (24, 24, 24)]
+    assert len(pool.index) == 10
+    pool.recycle(pages[:2])
+    assert pool.index.discard_stale() == 2
+    assert len(pool.index) == 8
+    assert pool.index.discard_stale() == 0
+
+
+def test_extension_skips_a_recycled_neighbour():
+    pool = Pool()
+    tokens = rng_tokens(8)
+    pages, _ = pool.add(tokens, source=1)
+    assert pool.index.match(tokens[:7], SCOPE)[0].length == 7
+    pool.recycle(pages[1:])
+    assert pool.index.match(tokens[:7], SCOPE)[0].length == 4
+
+
+def test_turnover_of_pages_does_not_grow_the_index():
+    pool = Pool(num_pages=64)
+    for turn in range(200):
+        pages = np.arange(16) + 16 * (turn % 4)
+        pool.recycle(pages)
+        tokens = rng_tokens(64, seed=turn)
+        pool.index.insert(tokens, pages, pool.versions[pages], source=turn, source_start=0, scope=SCOPE)
+        assert pool.index.match(tokens, SCOPE)[0].length == 64
+    assert 64 <= len(pool.index) <= 2 * 64
+    pool.index.discard_stale()
+    assert len(pool.index) == 64
+
+
+def test_approximate_blocks_are_sources_only_on_request():
+    pool = Pool()
+    tokens = rng_tokens(24)
+    _, ids = pool.add(tokens[:8], source=1)
+    _, ids = pool.add(tokens[8:16], 1, source_start=8, after=int(ids[-1]), lineage=Lineage.APPROXIMATE)
+    pool.add(tokens[16:], 1, source_start=16, after=int(ids[-1]))
+    exact = pool.index.match(tokens, SCOPE)
+    assert spans(exact) == [(0, 8, 0), (16, 8, 16)]  # neither a run nor an extension enters the approximate blocks
+    assert {match.lineage for match in exact} == {Lineage.EXACT}
+    (match,) = pool.index.match(tokens, SCOPE, allow_approximate=True)
+    assert (match.length, match.lineage) == (24, Lineage.APPROXIMATE)
+    (edge,) = pool.index.match(tokens[4:10], SCOPE, allow_approximate=True)
+    assert (edge.length, edge.lineage) == (6, Lineage.APPROXIMATE)
+
+
+def test_approximate_blocks_never_keep_an_exact_one_out():
+    pool = Pool(max_sources=2)
+    for source in range(3):
+        pool.add(range(4), source, lineage=Lineage.APPROXIMATE)
+    assert pool.index.match(np.arange(4), SCOPE) == []
+    _, ids = pool.add(range(4), source=9)
+    assert ids[0] >= 0
+    assert pool.owner[pool.index.match(np.arange(4), SCOPE)[0].pages].tolist() == [9]
+    assert pool.add(range(4), source=10, lineage=Lineage.APPROXIMATE)[1].tolist() == [-1]
+
+
+def test_a_page_known_again_keeps_its_id_and_the_weaker_lineage():
+    pool = Pool()
+    tokens = rng_tokens(8)
+    pages, ids = pool.add(tokens, source=1)
+    again = {"source": 1, "source_start": 0, "scope": SCOPE}
+    for lineage in (Lineage.EXACT, Lineage.APPROXIMATE, Lineage.EXACT):
+        same = pool.index.insert(tokens, pages, pool.versions[pages], lineage=lineage, **again)
+        assert same.tolist() == ids.tolist()
+    assert len(pool.index) == 2
+    assert pool.index.match(tokens, SCOPE) == []
+    assert pool.index.match(tokens, SCOPE, allow_approximate=True)[0].length == 8
+
+
+def test_max_sources_bounds_live_entries_of_one_content():
+    pool = Pool(max_sources=3)
+    pages = []
+    for source in range(5):
+        page, ids = pool.add(range(4), source)
+        pages.append(page)
+        assert (ids[0] >= 0) == (source < 3)
+    pool.recycle(pages[0])
+    assert pool.add(range(4), source=7)[1][0] >= 0  # a stale entry holds no place
+    assert pool.add([5, 6, 7, 8] * 6, source=8)[1].tolist()[3:] == [-1] * 3
+    assert pool.add(range(4), source=9, scope=OTHER_SCOPE)[1][0] >= 0
+
+
+def test_rolling_hash_collisions_change_nothing(monkeypatch):
+    def build_and_match():
+        pool = Pool(max_sources=2)
+        pool.add(rng_tokens(80), source=1)
+        pool.add(rng_tokens(80), source=2, scope=OTHER_SCOPE)
+        pool.add(rng_tokens(40, seed=1), source=3)
+        prompt = np.concatenate((rng_tokens(40, seed=1)[3:], [1, 2, 3], rng_tokens(80)[5:70]))
+        matches = pool.index.match(prompt, SCOPE)
+        pool.check(prompt, matches)
+        return spans(matches), [set(pool.owner[match.pages]) for match in matches]
+
+    expected = build_and_match()
+    assert expected == ([(0, 37, 3), (40, 65, 5)], [{3}, {1}])
+    monkeypatch.setattr(index_module, "block_hashes", lambda blocks, scope: np.zeros(len(blocks), np.uint64))
+    monkeypatch.setattr(
+        index_module, "window_hashes", lambda tokens, size, scope: np.zeros(max(len(tokens) - size + 1, 0), np.uint64)
+    )
+    assert build_and_match() == expected
+
+
+@pytest.mark.parametrize("period", [1, 3, 16, 20])
+def test_degenerate_repetition_is_matched_in_full(period):
+    pool = Pool(block_size=16)
+    tokens = np.resize(np.arange(period, dtype=np.int32), 4096)
+    _, ids = pool.add(tokens, source=1)
+    assert (ids >= 0).sum() == 4 * period // np.gcd(period, 16)
+    covered = pool.check(tokens, pool.index.match(tokens, SCOPE))
+    assert covered.all()
+
+
+def test_free_mask_limits_blocks_and_extension():
+    pool = Pool()
+    tokens = rng_tokens(24)
+    pool.add(tokens, source=1)
+    free = np.ones(24, bool)
+    free[[1, 10, 21]] = False
+    before = free.copy()
+    matches = pool.index.match(tokens, SCOPE, free=free)
+    assert spans(matches) == [(2, 8, 2), (11, 10, 11)]
+    np.testing.assert_array_equal(free, before)
+    assert pool.index.match(tokens, SCOPE, free=np.zeros(24, bool)) == []
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_prompts_without_a_window_and_an_empty_index(length):
+    pool = Pool()
+    assert pool.index.match(np.arange(40), SCOPE) == []
+    pool.add(range(8), source=1)
+    assert pool.index.match(np.arange(length), SCOPE) == []
+    assert pool.add([], source=2)[1].tolist() == []
+
+
+def test_memory_stays_below_200_bytes_per_block():
+    pool = Pool(block_size=16, num_pages=40_000)
+    for source in range(50):
+        pool.add(rng_tokens(800 * 16, seed=source), source)
+        assert len(pool.index) == 800 * (source + 1)
+        assert 137 * len(pool.index) < pool.index.nbytes() <= 200 * len(pool.index)
+
+
+def insertion(**changes):
+    good = {"tokens": np.arange(8), "pages": [0, 1], "versions": [0, 0]}
+    return good | {"source": 1, "source_start": 0, "scope": SCOPE} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": np.arange(7)}, "7 tokens, 2 pages and 2 versions"),
+        ({"pages": [0, 1, 2]}, "3 pages"),
+        ({"versions": [0]}, "1 versions"),
+        ({"tokens": np.arange(8) - 1}, "tokens must be integers"),
+        ({"pages": [0, -1]}, "pages must be integers"),
+        ({"pages": [3, 3]}, "pages repeat"),
+        ({"source_start": 2}, "source_start is 2"),
+        ({"source_start": -4}, "source_start is -4"),
+        ({"source_start": 2**31 - 4}, "source_start is 2147483644"),
+        ({"source": 2**63}, "source is 9223372036854775808"),
+        ({"after": 99}, "after is 99"),
+        ({"lineage": 2}, "2 is not a valid Lineage"),
+        ({"scope": b"tenant"}, "scope has 6 bytes"),
+    ],
+)
+def test_invalid_insertions_are_refused_and_leave_no_entry(changes, message):
+    pool = Pool()
+    with pytest.raises(ValueError, match=message):
+        pool.index.insert(**insertion(**changes))
+    assert len(pool.index) == 0
+    assert pool.index.insert(**insertion()).tolist() == [0, 1]
+
+
+def test_invalid_queries_and_settings_are_refused():
+    pool = Pool()
+    with pytest.raises(ValueError, match="free is"):
+        pool.index.match(np.arange(8), SCOPE, free=np.ones(7, bool))
+    with pytest.raises(ValueError, match="free is"):
+        pool.index.match(np.arange(8), SCOPE, free=np.ones(8))
+    with pytest.raises(ValueError, match="scope has"):
+        pool.index.match(np.arange(8), b"tenant")
+    with pytest.raises(ValueError, match="block_size is 0"):
+        VirtualBlockIndex(0, pool.is_live)
+    with pytest.raises(ValueError, match="max_sources is 0"):
+        VirtualBlockIndex(4, pool.is_live, max_sources=0)
+
+
+@fixed
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(1, 60)), max_size=30))
+def test_hash_table_equals_a_dict_through_growth_and_removal(operations):
+    table, oracle, rng, next_id = HashTable(), {}, np.random.default_rng(0), 0
+    table.grow(30 * 40)
+    for adds, count, num_keys in operations:
+        if adds:
+            ids = np.arange(next_id, next_id + count, dtype=np.int32)
+            keys = rng.integers(0, num_keys, count, dtype=np.uint64) << np.uint64(rng.integers(0, 50))
+            next_id += count
+            table.insert(keys, ids)
+            oracle |= dict(zip(ids.tolist(), keys.tolist(), strict=True))
+        else:
+            ids = rng.permutation(np.array(list(oracle), np.int32))[:count]
+            table.remove(ids)
+            for entry in ids.tolist():
+                del oracle[entry]
+        assert len(table) == len(oracle)
+    keys = np.unique(np.array([*oracle.values(), 2**63], np.uint64))
+    rows, ids = table.find(keys)
+    assert sorted(zip(ids.tolist(), keys[rows].tolist(), strict=True)) == sorted(oracle.items())
+
+
+def test_hash_table_refuses_to_remove_what_it_does_not_hold():
+    table = HashTable()
+    table.grow(4)
+    table.insert(np.array([5, 5], np.uint64), np.array([0, 1], np.int32))
+    table.remove(np.array([0], np.int32))
+    with pytest.raises(KeyError, match="id 0"):
+        table.remove(np.array([0], np.int32))
+    assert table.find(np.array([5], np.uint64))[1].tolist() == [1]

@@ -1,0 +1,116 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvgraft.cli import app, run
+
+DOCUMENT = (
+    "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . "
+    "now dina came . the quiet road waited near the hill . the warm house opened ."
+)
+CASE = {
+    "read": [DOCUMENT],
+    "prompt": f"note grey means 51 . {DOCUMENT} question : note of bell is",
+    "policies": ["naive", "sparsex", "sparsex:topk=1.0"],
+    "max_tokens": 2,
+    "repeats": 1,
+}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Path:
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(CASE))
+    return path
+
+
+def test_generate_prints_the_answer_and_where_its_tokens_came_from(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    document = tmp_path / "document.txt"
+    document.write_text(DOCUMENT)
+    question = f"question : {DOCUMENT} question : code of lamp is"
+    arguments = ["generate", question, "--read", str(document), "--max-tokens", "1", "--json"]
+    assert run(app, arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "42"
+    assert answer["report"]["grafted_tokens"] >= 16
+    assert run(app, arguments[:-1]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("42")
+    assert "grafted" in printed
+
+
+def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixture[str], case: Path):
+    assert run(app, ["compare", str(case), "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
+    assert [o["policy"] for o in outcomes] == ["full", *CASE["policies"]]
+    full, naive, _, everything = outcomes
+    assert (full["first_kl"], full["agreement"], full["speedup"]) == (0.0, 1.0, 1.0)
+    assert everything["first_kl"] < 1e-6
+    assert naive["first_kl"] > everything["first_kl"]
+    assert naive["report"]["grafted_tokens"] > 0
+    assert run(app, ["compare", str(case)]) == 0
+    assert "speed-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "give either a prompt or --file"),
+        (["generate", "x", "--file", "nowhere.txt"], "give either a prompt or --file"),
+        (["generate", "--file", "nowhere.txt"], "no such file: nowhere.txt"),
+        (["generate", "the code", "--policy", "magic"], "unknown policy 'magic': choose from full, naive, sparsex"),
+        (["generate", "the code", "--policy", "sparsex:topk=3"], "topk must be a share from 0 to 1, got 3"),
+        (["generate", ""], "the prompt has no tokens"),
+        (["generate", "the code", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["generate", "the code", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
+        (["generate", "the <|reuse|> code"], "has no '<|/reuse|>'"),
+        (["generate", "the code", "--chat"], "the tokenizer has no chat template"),
+        (["generate", "the " * 5000], "exceed the limit of 4096"),
+        (["generate", "the code", "--model", "nowhere"], "nowhere is not a model directory"),
+        (["generate", "the code", "--dtype", "int4"], "dtype 'int4' is not one of"),
+        (["compare", "nowhere.json"], "no such file: nowhere.json"),
+        (["demo", "--model", "nowhere"], "nowhere is not a model directory"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    assert run(app, arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("kvgraft: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"prompt": "x", "policy": "naive"}', "unknown field `policy`"),
+        ("{}", "missing required field `prompt`"),
+        ('{"prompt": "x", "policies": ["magic"]}', "unknown policy 'magic'"),
+        ('{"prompt": "x", "repeats": 0}', "repeats must be at least 1, got 0"),
+    ],
+)
+def test_bad_case_files_say_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+):
+    path = tmp_path / "case.json"
+    path.write_text(content)
+    assert run(app, ["compare", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_installed_command_answers_without_a_traceback():
+    command = [sys.executable, "-m", "kvgraft", "generate", "--model", "nowhere", "x"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("kvgraft: ")
+    assert "Traceback" not in finished.stderr
