@@ -83,7 +83,7 @@ def main(
 
 
 def report(configuration: dict[str, Any], times: dict[str, list[float]], as_json: bool) -> None:
-    """Medians over rounds, of the times and of the ratios within a round (other load on the machine moves those less)."""
+    """Medians over rounds, of the times and of the ratios within a round (other load moves those less)."""
     medians = {name: statistics.median(column) for name, column in times.items()}
     ratios = {name: statistics.median(map(truediv, column, times["bare copy"])) for name, column in times.items()}
     if as_json:

@@ -1,7 +1,8 @@
 """Time to first token against full recomputation, against transformers, and against the FLOP floor.
 
-A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse shares, with the documents
-in another order behind a new instruction, run under every policy in turn in one process. Medians and ratios are printed.
+A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse shares, with the
+documents in another order behind a new instruction, run under every policy in turn in one process. Medians and ratios
+are printed.
 
     python benchmarks/ttft.py [--long] [--dtype bfloat16] [--runs 5] [--json]
 """
@@ -15,7 +16,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tokenizers import Tokenizer, models
 
 from kvgraft import Engine, Policy, Report, Request, SamplingParams
 from kvgraft.engine.config import ModelConfig
+from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import Full, Naive, SparseX
 
 DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt
@@ -66,11 +69,7 @@ def make_model(folder: Path, layers: int, max_position: int) -> None:
         eos_token_id=None,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = {f"w{i}": i for i in range(4096)}
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
@@ -96,25 +95,27 @@ def flops_of_layer(config: ModelConfig, positions: torch.Tensor) -> float:
     return float(2 * weights * positions.numel() + 4 * q_size * (positions + 1).sum())
 
 
-class FlopCount:
-    """Counts, inside the engine, which positions every layer computes."""
+@dataclass(frozen=True)
+class Counting(Policy):
+    """Another policy, with the FLOPs of all layers that it computes added up in `flops`."""
 
-    def __init__(self, engine: Engine) -> None:
-        from kvgraft.engine.prefill import NativePrefill
+    name: ClassVar[str] = "counting"
+    policy: Policy
+    config: ModelConfig
+    flops: list[float]
 
-        self.total, count, original = 0.0, self, NativePrefill.layer
-        config = engine.config
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        compute = ctx.layer
 
-        def counted(ctx: NativePrefill, index: int, hidden):  # type: ignore[no-untyped-def]
-            count.total += flops_of_layer(config, ctx.plan.positions[hidden.where])
-            return original(ctx, index, hidden)
+        def counted(index: int, hidden: Hidden) -> Hidden:
+            self.flops.append(flops_of_layer(self.config, ctx.plan.positions[hidden.where]))
+            return compute(index, hidden)
 
-        self._restore = lambda: setattr(NativePrefill, "layer", original)
-        NativePrefill.layer = counted  # type: ignore[method-assign]
+        ctx.layer = counted  # type: ignore[method-assign]
+        return self.policy.recover(ctx)
 
-    def close(self) -> float:
-        self._restore()
-        return self.total
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def answer(engine: Engine, prompt: list[int], policy: Policy) -> Report:
@@ -131,9 +132,9 @@ def measure(engine: Engine, tokens: int, reuse: float, policies: dict[str, Polic
     for number in range(runs + 1):
         for name, policy in policies.items():
             if number == 0:
-                counter = FlopCount(engine)
-                answer(engine, prompt, policy)
-                flops[name] = counter.close()
+                counting = Counting(policy, engine.config, [])
+                answer(engine, prompt, counting)
+                flops[name] = sum(counting.flops)
             else:
                 reports[name].append(answer(engine, prompt, policy))
     rows = []
@@ -231,7 +232,9 @@ def show(
     """Tables on the terminal."""
     console.print(", ".join(f"{key} {value}" for key, value in configuration.items()))
     for tokens, reuse in dict.fromkeys((row.tokens, row.reuse) for row in rows):
-        table = Table("policy", "TTFT ms", "speed-up", "FLOPs", "floor x", "time/floor", "grafted", "recomputed", "stages ms")
+        table = Table(
+            "policy", "TTFT ms", "speed-up", "FLOPs", "floor x", "time/floor", "grafted", "recomputed", "stages ms"
+        )
         for r in (row for row in rows if (row.tokens, row.reuse) == (tokens, reuse)):
             stages = " ".join(f"{k} {v:.0f}" for k, v in r.stages_ms.items() if v >= 0.5)
             table.add_row(

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate import compare as comparison
+from kvgraft.evaluate import demo as demonstration
+from kvgraft.evaluate.progress import progress_bar
 from kvgraft.segments.prompt import parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
 
@@ -23,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory (default: the bundled one).")]
+ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory.", show_default="bundled")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -38,18 +40,16 @@ def demo(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
-    items: Annotated[int, typer.Option(help="Conversations per scenario, two prompts each.")] = 10,
+    items: Annotated[int, typer.Option(help="Items per scenario, four prompts each.")] = 8,
 ) -> None:
     """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, side by side."""
-    from kvgraft.evaluate.demo import progress_bar, render, run_demo
-
     engine = _load(model, dtype=dtype, device=device)
-    with progress_bar(progress_console) as on_progress:
-        report = run_demo(engine, seed=seed, items=items, on_progress=on_progress)
+    with progress_bar(progress_console, "demo") as on_progress:
+        report = demonstration.run_demo(engine, seed=seed, items=items, on_progress=on_progress)
     if as_json:
         _print_json(report)
     else:
-        console.print(render(report))
+        console.print(demonstration.render(report))
 
 
 @app.command()
@@ -80,11 +80,10 @@ def generate(
     engine = _load(model, dtype=dtype, device=device)
     if chat:
         text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
-    with _progress() as progress:
-        task = progress.add_task("reading", total=len(known) or None)
-        for earlier in known:
+    with progress_bar(progress_console, "reading") as on_progress:
+        for number, earlier in enumerate(known, 1):
             engine.generate([Request(earlier, "full", SamplingParams(max_tokens=1), namespace)])
-            progress.advance(task)
+            on_progress(number, len(known))
     request = Request(parse_markers(text), policy, sampling, namespace)
     final: Result | None = None
     for event in engine.stream([request]):
@@ -109,17 +108,14 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
-    from kvgraft.evaluate.compare import load_case, render, run_compare
-
-    case = load_case(file)
+    case = comparison.load_case(file)
     engine = _load(model, dtype=dtype, device=device)
-    with _progress() as progress:
-        task = progress.add_task("comparing", total=None)
-        report = run_compare(engine, case, lambda done, total: progress.update(task, completed=done, total=total))
+    with progress_bar(progress_console, "comparing") as on_progress:
+        outcomes = comparison.run_compare(engine, case, on_progress)
     if as_json:
-        _print_json(report)
+        _print_json(outcomes)
     else:
-        render(report, console)
+        console.print(comparison.render(outcomes))
 
 
 def main() -> None:
@@ -144,15 +140,8 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
 
 
 def _load(model: Path, *, dtype: str | None, device: str) -> Engine:
-    with _progress() as progress:
-        progress.add_task(f"loading {model.name}", total=None)
+    with progress_console.status(f"loading {model.name}"):
         return Engine(model, dtype=dtype, device=device)
-
-
-def _progress() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *Progress.get_default_columns()[1:3])
-    quiet = not progress_console.is_terminal
-    return Progress(*columns, TimeElapsedColumn(), console=progress_console, transient=True, disable=quiet)
 
 
 def _read_text(path: Path | None) -> str:

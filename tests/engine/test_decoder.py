@@ -178,3 +178,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=shard.name):
         Decoder.from_pretrained(model_dir)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_truncated_file_is_named(family: str, tmp_path: Path) -> None:
+    path = make_model(tmp_path, family) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        Decoder.from_pretrained(tmp_path)

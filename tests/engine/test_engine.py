@@ -2,9 +2,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import VOCAB_SIZE
 
 from kvgraft import Engine, Request, RequestError, SamplingParams, Segment
+from models import VOCAB_SIZE
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -221,3 +221,46 @@ def test_the_report_adds_up(engine: Engine):
     assert sum(report.stages.values()) <= report.ttft_s
     assert 0 < report.computed_share < 1
     assert report.policy == "sparsex"
+
+
+def test_padding_aligns_segments_to_blocks(model_dirs: dict[str, Path], engine: Engine, tmp_path: Path):
+    from models import make_model
+
+    directory = make_model(tmp_path, "llama")
+    with pytest.raises(ValueError, match="pad_segments needs a tokenizer with a pad token"):
+        Engine(model_dirs["llama"], pad_segments=True)
+    engine.tokenizer.pad_token = "<unk>"  # noqa: S105
+    engine.tokenizer.save_pretrained(directory)
+    padded = Engine(directory, dtype="float32", pad_segments=True)
+    segment = Segment(" ".join(f"w{i}" for i in range(3, 3 + 32)))
+    sampling = SamplingParams(1, ignore_eos=True)
+    first = padded.generate([Request(["w5 w6", segment, "w7"], "full", sampling)])[0].report
+    assert first.prompt_tokens == 16 + 32 + 1
+    again = padded.generate([Request(["w9 " * 20, segment, "w8"], "naive", sampling)])[0].report
+    assert again.prompt_tokens == 32 + 32 + 1
+    assert again.grafted_tokens >= 32
+
+
+def test_anchors_make_the_tokens_of_a_passage_independent_of_what_precedes_it(tmp_path: Path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from models import make_model
+
+    directory = make_model(tmp_path, "llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = ["so he said.\nPassage: the lamp is red."] * 5 + ["\nPassage: the bell is blue and old."]
+    alphabet = sorted({c for text in texts for c in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text)[0][0]})
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=90, initial_alphabet=alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    passage = "\nPassage: the bell is blue and old."
+
+    def ids(engine: Engine, text: str) -> list[int]:
+        return engine._token_ids(Request(text, sampling=SamplingParams(1)))
+
+    plain, anchored = Engine(directory), Engine(directory, anchors=["\nPassage:"])
+    alone = ids(anchored, passage)[1:]
+    assert ids(anchored, "so he said." + passage)[-len(alone) :] == alone
+    assert ids(plain, "so he said." + passage)[-len(alone) :] != alone

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, VOCAB_SIZE
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
 from kvgraft.prefill.policies import Full, Naive, SparseX
+from models import FAMILIES, VOCAB_SIZE
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING = [SparseX(boundary=b, topk=1.0) for b in (0, 1, 2, 99)]
@@ -70,7 +70,9 @@ def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine]
 @settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputing_everything_is_full_prefill(engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject):
+def test_recomputing_everything_is_full_prefill(
+    engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject
+):
     """Any interleaving: segments of any length, order and offset, repeats, exact prefixes, other namespaces."""
     engine = engines[family, data.draw(st.sampled_from([16, 32]), label="block size")]
     engine.clear_cache()

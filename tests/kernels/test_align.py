@@ -146,10 +146,10 @@ def test_pool_with_keys_and_values_side_by_side(implementation: str) -> None:
 
 
 def test_more_tokens_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last chunk is smaller, and one chunk in the middle has no shift."""
+    """The last chunk is smaller; one has no shift at all, and the one after it only begins so."""
     monkeypatch.setattr(cpu_align, "CHUNK_ELEMENTS", 10 * 64)
     (source, target), shift = slots(63), shifts(63)
-    shift[10:20] = 0
+    shift[10:21] = 0
     keys, values = normal(2, 1, NUM_SLOTS, 1, 64, seed=11)
     expected = rotate(keys[0, source], *Rope(64).table(shift))
     align_copy(keys, values, range(1), source, target, *Rope(64).table(shift), implementation="cpu")

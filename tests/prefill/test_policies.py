@@ -44,6 +44,8 @@ def test_nan_is_no_share():
         SparseX(topk=float("nan"))
 
 
-@pytest.mark.parametrize(("boundary", "layers", "dense"), [(0, 6, 0), (3, 2, 2), (0.15, 6, 1), (0.2, 36, 7), (0.0, 6, 0)])
+@pytest.mark.parametrize(
+    ("boundary", "layers", "dense"), [(0, 6, 0), (3, 2, 2), (0.15, 6, 1), (0.2, 36, 8), (0.2, 10, 2), (0.0, 6, 0)]
+)
 def test_the_boundary_is_a_count_or_a_share(boundary: int | float, layers: int, dense: int):
     assert SparseX(boundary=boundary).num_dense_layers(layers) == dense

@@ -202,12 +202,20 @@ def test_extension_needs_the_link_between_calls():
         assert match.length == (7 if linked else 4)
 
 
-def test_extension_refuses_a_link_to_another_source():
+def test_runs_and_extension_stay_in_one_source():
     pool = Pool()
     _, ids = pool.add(range(8), source=1)
     pool.add(range(8, 16), source=2, source_start=8, after=int(ids[-1]))
-    (match,) = pool.index.match(np.arange(11), SCOPE)
-    assert match.length == 8
+    assert spans(pool.index.match(np.arange(11), SCOPE)) == [(0, 8, 0)]
+    assert spans(pool.index.match(np.arange(16), SCOPE)) == [(0, 8, 0), (8, 8, 8)]
+
+
+def test_a_gap_in_the_source_is_not_linked():
+    pool = Pool()
+    _, ids = pool.add(range(8), source=1)
+    pool.add(range(8, 12), source=1, source_start=12, after=int(ids[-1]))
+    assert spans(pool.index.match(np.arange(11), SCOPE)) == [(0, 8, 0)]
+    assert spans(pool.index.match(np.arange(12), SCOPE)) == [(0, 8, 0), (8, 4, 12)]
 
 
 def test_links_hold_across_insertion_batches(monkeypatch):
@@ -276,6 +284,16 @@ def test_extension_skips_a_recycled_neighbour():
     assert pool.index.match(tokens[:7], SCOPE)[0].length == 4
 
 
+def test_extension_never_enters_a_dropped_entry():
+    pool = Pool()
+    tokens = rng_tokens(8)
+    pages, _ = pool.add(tokens, source=1)
+    pool.versions[pages[1]] = 1
+    assert pool.index.discard_stale() == 1
+    pool.versions[pages[1]] = 0
+    assert pool.index.match(tokens[:7], SCOPE)[0].length == 4
+
+
 def test_turnover_of_pages_does_not_grow_the_index():
     pool = Pool(num_pages=64)
     for turn in range(200):
@@ -328,6 +346,12 @@ def test_a_page_known_again_keeps_its_id_and_the_weaker_lineage():
     assert pool.index.match(tokens, SCOPE, allow_approximate=True)[0].length == 8
 
 
+def test_a_page_under_a_new_version_is_another_entry():
+    index = VirtualBlockIndex(4, lambda pages, versions: np.ones(len(pages), bool))
+    options = {"source": 1, "source_start": 0, "scope": SCOPE}
+    assert [int(index.insert(np.arange(4), [0], [version], **options)[0]) for version in (0, 1, 0)] == [0, 1, 0]
+
+
 def test_max_sources_bounds_live_entries_of_one_content():
     pool = Pool(max_sources=3)
     pages = []
@@ -344,8 +368,8 @@ def test_max_sources_bounds_live_entries_of_one_content():
 def test_rolling_hash_collisions_change_nothing(monkeypatch):
     def build_and_match():
         pool = Pool(max_sources=2)
-        pool.add(rng_tokens(80), source=1)
         pool.add(rng_tokens(80), source=2, scope=OTHER_SCOPE)
+        pool.add(rng_tokens(80), source=1)
         pool.add(rng_tokens(40, seed=1), source=3)
         prompt = np.concatenate((rng_tokens(40, seed=1)[3:], [1, 2, 3], rng_tokens(80)[5:70]))
         matches = pool.index.match(prompt, SCOPE)

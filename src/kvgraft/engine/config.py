@@ -18,6 +18,15 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _SAMPLE_BYTES = 4096
@@ -95,7 +104,7 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     model_dir = Path(model_dir)
     architecture = _supported_architecture(_read_json(model_dir / "config.json", _RawConfig))
     files = weight_files(model_dir)
-    hf = AutoConfig.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+    hf = _with_defaults(model_dir)
     _refuse_inexact(hf, architecture)
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     attention_bias = bool(getattr(hf, "attention_bias", False))
@@ -165,10 +174,21 @@ def _supported_architecture(raw: _RawConfig) -> str:
     return architecture
 
 
+def _with_defaults(model_dir: Path) -> Any:
+    """The transformers config: defaults filled in, old spellings made new."""
+    try:
+        return AutoConfig.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # its validators raise many kinds
+        raise UnsupportedModel(f"transformers refuses {model_dir / 'config.json'}: {error}") from error
+
+
 def _refuse_inexact(hf: Any, architecture: str) -> None:
     """Refuse what the decoder does not compute, on the config with transformers' defaults filled in."""
     if hf.hidden_act != "silu":
         raise UnsupportedModel(f"activation {hf.hidden_act!r} is not supported: silu is")
+    for name in _SIZES:
+        if getattr(hf, name) < 1:
+            raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise UnsupportedModel(
             f"{hf.num_attention_heads} query heads cannot share {hf.num_key_value_heads} key-value heads evenly"

@@ -78,6 +78,5 @@ class Decoder:
         """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all heads."""
         if layer.q_norm is None or layer.k_norm is None:
             return None
-        return torch.cat(
-            (layer.q_norm.expand(self.config.num_heads, -1), layer.k_norm.expand(self.config.num_kv_heads, -1))
-        )
+        counted = ((layer.q_norm, self.config.num_heads), (layer.k_norm, self.config.num_kv_heads))
+        return torch.cat([weight.expand(num_heads, -1) for weight, num_heads in counted])

@@ -1,6 +1,7 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.prompt import tokenise
+from kvgraft.segments.prompt import split_at_anchors, tokenise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_POOL_BYTES = 2 << 30
@@ -37,6 +38,9 @@ class Engine:
         policy: for requests that name none.
         max_prefill_tokens: prompt tokens that one step may take up.
         approximate_sources: let content computed after grafts be grafted again.
+        anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
+            tokenised on their own, so that their token ids never depend on their neighbours.
+        pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
         watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
         poison_dropped_pages: fill dead pages with NaN (tests).
 
@@ -56,6 +60,8 @@ class Engine:
         policy: str | Policy = "sparsex",
         max_prefill_tokens: int = 8192,
         approximate_sources: bool = False,
+        anchors: Items[str] = (),
+        pad_segments: bool = False,
         watermark: float = 0.9,
         frozen_capacity: float = 0.5,
         poison_dropped_pages: bool = False,
@@ -67,6 +73,12 @@ class Engine:
         self.policy = _as_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
+        self.anchors = tuple(anchors)
+        self._padding: dict[str, int] = {}
+        if pad_segments:
+            if self.tokenizer.pad_token_id is None:
+                raise ValueError("pad_segments needs a tokenizer with a pad token, and this one has none")
+            self._padding = {"block_size": block_size, "pad_id": self.tokenizer.pad_token_id}
         config = self.config = self.decoder.config
         self.max_length = max_length or config.max_position
         if not 1 < self.max_length <= config.max_position:
@@ -150,7 +162,10 @@ class Engine:
 
     def _token_ids(self, request: Request) -> list[int]:
         bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
-        tokens = tokenise(request.prompt, self._encode, prefix_ids=bos).token_ids.tolist()
+        prompt = request.prompt
+        if self.anchors and isinstance(prompt, str):
+            prompt = split_at_anchors(prompt, self.anchors)
+        tokens = tokenise(prompt, self._encode, prefix_ids=bos, **self._padding).token_ids.tolist()
         if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
             raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
         if len(tokens) + request.sampling.max_tokens > self.max_length:

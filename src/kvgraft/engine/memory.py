@@ -96,7 +96,7 @@ class Memory:
             return
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
-        is_exact = [self._is_exact(sequence, block) for block in range(stop)]
+        is_exact = self._exact_blocks(sequence, stop)
         for block in range(first, stop):
             if is_exact[block]:
                 self.pool.publish(sequence.pages[block], chain[block])
@@ -124,7 +124,7 @@ class Memory:
         return pages
 
     def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
-        """Block -> page of every block whose whole history is cached as it is, wherever it stands; never the last token.
+        """Block -> page of every block whose whole history is cached as it is; never the block of the last token.
 
         A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
         """
@@ -141,11 +141,14 @@ class Memory:
         allow = self.approximate_sources
         return self.index.match(sequence.prompt, sequence.scope, free=free, allow_approximate=allow)
 
-    def _is_exact(self, sequence: Sequence, block: int) -> bool:
+    def _exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
+        """bool [count]: blocks before the first graft, and exact hits behind it."""
         size = self.pool.block_size
-        if (block + 1) * size <= sequence.first_approximate:
-            return True
-        return (block + 1) * size <= sequence.num_prompt and bool(sequence.plan.prefix[block * size])  # type: ignore[union-attr]
+        is_exact = np.arange(1, count + 1) * size <= sequence.first_approximate
+        if sequence.plan is not None:
+            hits = sequence.plan.prefix[: count * size : size].numpy()
+            is_exact[: hits.size] |= hits
+        return is_exact
 
     def _insert(self, sequence: Sequence, tokens: np.ndarray, first: int, last: int, lineage: Lineage) -> None:
         if lineage is Lineage.APPROXIMATE and not self.approximate_sources:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -59,7 +59,7 @@ class NativePrefill(PrefillContext):
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(self._decoder.embed(self._token_ids[where].to(self._decoder.device)), where)
 
-    def graft(self, layers: Iterable[int]) -> None:
+    def graft(self, layers: range) -> None:
         plan = self.plan
         if not plan.graft_targets.numel():
             return

@@ -68,7 +68,7 @@ class Sampler:
         tokens = None  # ids of the scores, most likely first; None: scores lie in vocabulary order
         if params.top_k or params.top_p < 1:
             scores, tokens = scores.topk(min(params.top_k or len(scores), len(scores)))
-        probabilities = ((scores - scores.max()) / params.temperature).softmax(dim=0)
+        probabilities = (scores / params.temperature).softmax(dim=0)
         if params.top_p < 1:
             before = probabilities.cumsum(dim=0) - probabilities
             probabilities = probabilities[before < params.top_p]

@@ -4,11 +4,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvgraft.engine.config import ModelConfig, weight_files
@@ -53,7 +54,7 @@ def load_weights(
 
     Raises:
         FileNotFoundError: the checkpoint or a shard is missing.
-        ValueError: a tensor is missing, unexpected or of another shape than the configuration says.
+        ValueError: a file is damaged, or a tensor is missing, unexpected or of another shape than configured.
     """
     files = weight_files(Path(model_dir))
     targets: dict[str, Tensor] = {}  # stored name -> where it goes
@@ -100,8 +101,15 @@ def _layer_parts(config: ModelConfig, prefix: str) -> dict[str, dict[str, tuple[
     return parts
 
 
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
+    with _open(path) as file:
         return list(file.keys())
 
 
@@ -112,7 +120,7 @@ def _stored(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
     with Progress(console=Console(stderr=True), disable=not visible, transient=True) as progress:
         task = progress.add_task("loading weights", total=total)
         for path in files:
-            with safe_open(path, framework="pt") as file:
+            with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                     tensor = file.get_tensor(name)
                     if not name.endswith("rotary_emb.inv_freq"):

@@ -1,20 +1,20 @@
 """One prompt under several policies, against full recomputation (`kvgraft compare`)."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Report, Request, Result
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.progress import OnProgress
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import Part, parse_markers
-
-Progress = Callable[[int, int], None]
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -68,7 +68,7 @@ def load_case(path: Path) -> Case:
     return case
 
 
-def run_compare(engine: Engine, case: Case, on_progress: Progress | None = None) -> list[Outcome]:
+def run_compare(engine: Engine, case: Case, on_progress: OnProgress | None = None) -> list[Outcome]:
     """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused."""
     names = ["full", *(name for name in case.policies if name != "full")]
     reading = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -83,16 +83,25 @@ def run_compare(engine: Engine, case: Case, on_progress: Progress | None = None)
     return [_outcome(name, results[name][1:], results["full"][1:]) for name in names]
 
 
-def render(outcomes: list[Outcome], console: Console) -> None:
-    """Print a table."""
-    table = Table("policy", "TTFT ms", "speed-up", "prefix", "grafted", "recomputed", "fresh", "KL", "same", "text")
+def render(outcomes: list[Outcome]) -> RenderableType:
+    """A table of the policies, and under it their texts, for a rich console."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", overflow="fold")
+    for name in ("TTFT ms", "speed-up", "prefix", "grafted", "redone", "fresh", "KL nats", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
     for o in outcomes:
         report = o.report
         tokens = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
-        numbers = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}x", *map(str, tokens))
-        table.add_row(o.policy, *numbers, f"{o.first_kl:.4f}", f"{o.agreement:.0%}", o.text)
-    console.print(table)
-    console.print("KL: first token, full against policy, nats. same: tokens of full's answer found at the same place.")
+        times = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}")
+        table.add_row(o.policy, *times, *map(str, tokens), f"{o.first_kl:.4f}", f"{o.agreement:.0%}")
+    table.caption = (
+        "tokens by kind; redone: grafted tokens recomputed in the last layer; KL: first token, full against policy; "
+        "same: tokens of full's answer found at the same place"
+    )
+    texts = Table(box=None, pad_edge=False, show_header=False)
+    for o in outcomes:
+        texts.add_row(o.policy, Text(o.text))
+    return Group(table, texts)
 
 
 def _answer(engine: Engine, prompt: list[Part], policy: str, max_tokens: int) -> Result:

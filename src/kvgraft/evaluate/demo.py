@@ -1,21 +1,21 @@
 """The demonstration: three applications, each under three policies, on the bundled model or one of the user's own."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import torch
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.segments.prompt import Segment
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.segments.prompt import Part, Segment
 from kvgraft.testbed.scenarios import Item, make_scenarios
 
 POLICIES = ("full", "naive", "sparsex")
@@ -23,7 +23,7 @@ MAX_TOKENS = 4  # enough for the first word of an answer in a subword vocabulary
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class _Outcome:
     """One prompt: the right answer, and the result of every policy."""
 
     answer: str
@@ -57,7 +57,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class ScenarioTable:
-    """One row per policy, in the order of `POLICIES`."""
+    """One row per policy, that of `full` first."""
 
     name: str
     description: str
@@ -68,15 +68,19 @@ class ScenarioTable:
 class DemoReport:
     """All tables, the rows over all scenarios together, and one sentence that says what they show."""
 
-    seed: int
-    items: int
+    setup: str
     tables: tuple[ScenarioTable, ...]
     overall: tuple[PolicyRow, ...]
     summary: str
 
 
 def run_demo(
-    engine: Engine, *, seed: int = 0, items: int = 10, on_progress: Callable[[int, int], None] | None = None
+    engine: Engine,
+    *,
+    seed: int = 0,
+    items: int = 8,
+    policies: Sequence[str] = POLICIES,
+    on_progress: OnProgress | None = None,
 ) -> DemoReport:
     """Run every scenario under every policy.
 
@@ -87,71 +91,78 @@ def run_demo(
         engine: on the bundled model, or on another one, whose answers may be wrong.
         seed: of the scenarios.
         items: of each scenario.
-        on_progress: called after each item with the number of items done, and of all items.
+        policies: names with or without options; the first is `full`, with which the others are compared.
+        on_progress: called after each prompt of phase 2 with the number of them done, and of all.
 
     Raises:
-        ValueError: `items` is below 1, or the model cannot take a prompt; the message says why.
-        RuntimeError: the engine gave up a prompt; the message says why.
+        ValueError: `items` is below 1, `policies` does not begin with `full`, or the engine cannot serve a policy or
+            a prompt (too long for the model, say); the message says why.
     """
+    if not policies or policies[0] != "full":
+        raise ValueError(f"policies must begin with full, got {policies}")
     scenarios = make_scenarios(seed, items)
-    done, total = 0, items * len(scenarios)
-    _run_item(engine, scenarios[0].items[0])  # warm-up
-    outcomes: list[list[Outcomes]] = []
+    next(_outcomes(engine, scenarios[0].items[0], policies))  # warm-up
+    total = sum(len(item.phase_2) for scenario in scenarios for item in scenario.items)
+    tables: list[ScenarioTable] = []
+    outcomes: list[_Outcome] = []
     for scenario in scenarios:
-        outcomes.append([])
-        for item in scenario.items:
-            outcomes[-1] += _run_item(engine, item)
-            done += 1
+        start = len(outcomes)
+        for outcome in chain.from_iterable(_outcomes(engine, item, policies) for item in scenario.items):
+            outcomes.append(outcome)
             if on_progress is not None:
-                on_progress(done, total)
-    tables = tuple(
-        ScenarioTable(scenario.name, scenario.description, _rows(prompts))
-        for scenario, prompts in zip(scenarios, outcomes, strict=True)
+                on_progress(len(outcomes), total)
+        tables.append(ScenarioTable(scenario.name, scenario.description, _rows(outcomes[start:])))
+    overall = _rows(outcomes)
+    setup = f"{_describe(engine)}, seed {seed}, {items} items a scenario"
+    return DemoReport(setup, tuple(tables), overall, _summary(overall))
+
+
+def _describe(engine: Engine) -> str:
+    config, decoder = engine.config, engine.decoder
+    return (
+        f"{config.architecture}, {config.num_layers} layers, {decoder.dtype} on {decoder.device}, "
+        f"{torch.get_num_threads()} threads"
     )
-    overall = _rows(list(chain.from_iterable(outcomes)))
-    return DemoReport(seed, items, tables, overall, _summary(overall))
 
 
-def _run_item(engine: Engine, item: Item) -> list[Outcomes]:
+def _outcomes(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[_Outcome]:
     engine.clear_cache()
     for segments in item.phase_1:
         _send(engine, segments, "full", remember=True)
-    outcomes = []
     for number, prompt in enumerate(item.phase_2):
-        first = number % len(POLICIES)
-        turns = POLICIES[first:] + POLICIES[:first]
+        first = number % len(policies)
+        turns = (*policies[first:], *policies[:first])
         results = {policy: _send(engine, prompt.segments, policy, remember=False) for policy in turns}
-        outcomes.append(Outcomes(prompt.question.answer, results))
-    return outcomes
+        yield _Outcome(prompt.question.answer, {policy: results[policy] for policy in policies})
 
 
 def _send(engine: Engine, segments: Sequence[str], policy: str, *, remember: bool) -> Result:
-    parts = [Segment(f"{segment}\n") for segment in segments[:-1]]
+    parts: list[Part] = [Segment(f"{segment}\n") for segment in segments[:-1]]
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
     [result] = engine.generate([Request([*parts, segments[-1]], policy, sampling, remember=remember)])
     if result.error:
-        raise RuntimeError(f"the engine gave up a prompt of the demo: {result.error}")
+        raise ValueError(f"the engine cannot answer a prompt of the demo: {result.error}")
     return result
 
 
-def _rows(prompts: Sequence[Outcomes]) -> tuple[PolicyRow, ...]:
-    return tuple(_row(policy, prompts) for policy in POLICIES)
+def _rows(outcomes: Sequence[_Outcome]) -> tuple[PolicyRow, ...]:
+    return tuple(_row(policy, outcomes) for policy in outcomes[0].results)
 
 
-def _row(policy: str, prompts: Sequence[Outcomes]) -> PolicyRow:
-    reports = [outcome.results[policy].report for outcome in prompts]
-    full = [outcome.results["full"] for outcome in prompts]
-    words = [_first_word(outcome.results[policy].text) for outcome in prompts]
+def _row(policy: str, outcomes: Sequence[_Outcome]) -> PolicyRow:
+    pairs = [(outcome.results[policy], outcome.results["full"]) for outcome in outcomes]
+    words = [_first_word(result.text) for result, _ in pairs]
+    reports = [result.report for result, _ in pairs]
     grafted = sum(report.grafted_tokens for report in reports)
     return PolicyRow(
         policy=policy,
-        num_prompts=len(prompts),
+        num_prompts=len(outcomes),
         ttft_ms=1000 * median(report.ttft_s for report in reports),
-        speedup=median(other.report.ttft_s / report.ttft_s for other, report in zip(full, reports, strict=True)),
+        speedup=median(full.report.ttft_s / result.report.ttft_s for result, full in pairs),
         reused=grafted / sum(report.prompt_tokens for report in reports),
         recomputed=sum(report.recomputed_tokens for report in reports) / max(1, grafted),
-        right=sum(word == outcome.answer for word, outcome in zip(words, prompts, strict=True)),
-        same_as_full=sum(word == _first_word(other.text) for word, other in zip(words, full, strict=True)),
+        right=sum(word == outcome.answer for word, outcome in zip(words, outcomes, strict=True)),
+        same_as_full=sum(word == _first_word(full.text) for word, (_, full) in zip(words, pairs, strict=True)),
         fallbacks=sum(report.fallback is not None for report in reports),
     )
 
@@ -162,18 +173,21 @@ def _first_word(text: str) -> str:
 
 
 def _summary(overall: Sequence[PolicyRow]) -> str:
-    full, naive, sparsex = overall
+    full, *others = overall
+    reuse = "; ".join(
+        f"{row.policy} reused {row.reused:.0%} of their tokens, computed {row.recomputed:.0%} of those again, gave the "
+        f"first token {row.speedup:.1f} times as fast, and answered {row.right} right"
+        for row in others
+    )
     return (
-        f"You saw {full.num_prompts} prompts whose text the model had read at other positions: sparsex reused "
-        f"{sparsex.reused:.0%} of their tokens, recomputed {sparsex.recomputed:.0%} of those, gave the first token "
-        f"{sparsex.speedup:.1f} times as fast as full recomputation (naive reuse: {naive.speedup:.1f} times) and "
-        f"answered {sparsex.right} questions right, full recomputation {full.right}, naive reuse {naive.right}."
+        f"You saw {full.num_prompts} prompts made of text that the model had read at other positions: full "
+        f"recomputation answered {full.right} right; {reuse}."
     )
 
 
 def render(report: DemoReport) -> RenderableType:
     """The tables, under each the gap to full recomputation, and the closing sentence, for a rich console."""
-    return Group(*(_table(table) for table in report.tables), Text(report.summary))
+    return Group(*(_table(table) for table in report.tables), Text(report.setup, style="dim"), Text(report.summary))
 
 
 def _table(scenario: ScenarioTable) -> Table:
@@ -192,18 +206,9 @@ def _table(scenario: ScenarioTable) -> Table:
             f"{row.same_as_full}/{row.num_prompts}",
         )
     full, *others = scenario.rows
-    gaps = [f"{row.policy} {full.right - row.right:+d} of {row.num_prompts}" for row in others]
-    fallbacks = [f"{row.policy} {row.fallbacks}" for row in others if row.fallbacks]
-    table.caption = f"fewer right answers than full: {', '.join(gaps)}"
+    gaps = ", ".join(f"{row.policy} {row.right - full.right:+d}" for row in others)
+    fallbacks = ", ".join(f"{row.policy} {row.fallbacks}" for row in others if row.fallbacks)
+    table.caption = f"right answers against full: {gaps}"
     if fallbacks:
-        table.caption += f"; prompts that fell back to full: {', '.join(fallbacks)}"
+        table.caption += f"; prompts that fell back to full: {fallbacks}"
     return table
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on `console`; gives the `on_progress` for `run_demo`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("demo", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

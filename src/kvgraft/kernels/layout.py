@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class VarlenLayout:
     """Queries of several prompts, their rows end to end.
 
     Any set of positions is a sequence of *runs* (consecutive positions), and each run is one pseudo-sequence of a stock
-    varlen paged causal attention call: `query_len = len(run)`, `seq_len = last position + 1`, the prompt's block table.
+    varlen paged causal attention: `query_len = len(run)`, `seq_len = last position + 1`, the prompt's block table.
     """
 
     contexts: tuple[Context, ...]
@@ -53,7 +54,7 @@ class VarlenLayout:
     def rows(self) -> tuple[slice, ...]:
         """The query rows of each context."""
         stops = np.cumsum([c.positions.numel() for c in self.contexts]).tolist()
-        return tuple(slice(a, b) for a, b in zip([0, *stops], stops, strict=False))
+        return tuple(slice(a, b) for a, b in pairwise([0, *stops]))
 
     @cached_property
     def query_slots(self) -> Tensor:
@@ -67,7 +68,7 @@ class VarlenLayout:
 
     @cached_property
     def decode_buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """One query a prompt: prompts of similar length padded together, as rows [b], slots [b, T], visible bool [b, T].
+        """One query a prompt: prompts of similar length, padded, as rows [b], slots [b, T] and visible bool [b, T].
 
         Padding repeats a slot of the same prompt, so that no page without content is ever read.
         """
@@ -84,4 +85,3 @@ class VarlenLayout:
             slots[row, :length] = context.slots[:length]
         visible = torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
         return torch.tensor(rows, device=slots.device), slots, visible
-

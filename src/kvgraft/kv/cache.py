@@ -34,9 +34,7 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod
-    def bytes_per_page(
-        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_page(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values together."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 

@@ -51,7 +51,7 @@ class PrefillContext(ABC):
         """Embeddings of the tokens in `where` bool [T]."""
 
     @abstractmethod
-    def graft(self, layers: Iterable[int]) -> None:
+    def graft(self, layers: range) -> None:
         """Align-copy the grafted KV of these layers into the prompts' own pages (SparseX 3.1)."""
 
     @abstractmethod

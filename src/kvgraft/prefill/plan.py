@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -74,13 +75,20 @@ class Plan:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
         kinds[-1] = Kind.FRESH
-        targets = [np.arange(m.start, m.start + m.length) for m in matches]
-        sources = [m.source_slots(block_size) for m in matches]
-        shifts = [np.full(m.length, m.start - m.source_start) for m in matches]
-        rows = np.array([np.concatenate([np.zeros(0, int), *x]) for x in (targets, sources, shifts)], np.int64)
-        rows = rows[:, rows[0] < num_tokens - 1]
-        columns = (torch.from_numpy(row.copy()) for row in rows[:, rows[0].argsort(kind="stable")])
-        return cls(torch.from_numpy(kinds), (num_tokens,), block_size, *columns, (ends_in_graft,))
+        targets = _joined(np.arange(m.start, m.start + m.length) for m in matches)
+        sources = _joined(m.source_slots(block_size) for m in matches)
+        shifts = _joined(np.full(m.length, m.start - m.source_start) for m in matches)
+        order = targets.argsort()
+        order = order[targets[order] < num_tokens - 1]
+        return cls(
+            kinds=torch.from_numpy(kinds),
+            lengths=(num_tokens,),
+            block_size=block_size,
+            graft_targets=targets[order],
+            graft_sources=sources[order],
+            graft_shifts=shifts[order],
+            ends_in_graft=(ends_in_graft,),
+        )
 
     @classmethod
     def batch(cls, plans: Sequence["Plan"]) -> "Plan":
@@ -173,7 +181,11 @@ class Plan:
         return chosen
 
 
+def _joined(pieces: Iterable[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *pieces]))
+
+
 def _spans(kinds: np.ndarray) -> list[Span]:
     cuts = np.flatnonzero(np.diff(kinds)) + 1
     edges = [0, *cuts.tolist(), kinds.size]
-    return [Span(a, b, Kind(int(kinds[a]))) for a, b in zip(edges, edges[1:], strict=False)]
+    return [Span(a, b, Kind(int(kinds[a]))) for a, b in pairwise(edges)]

@@ -68,7 +68,7 @@ class FrozenPool:
         self.pool.release(self._entries.pop((namespace, name)).pages)
 
     def shed(self, namespace: str, num_needed: int = 0) -> int:
-        """Give this namespace's least-referenced pages back until use, with `num_needed` more pages, is at the watermark.
+        """Give this namespace's least-referenced pages back until `num_needed` more would leave use at the watermark.
 
         Returns the number of references given back; entries that lose all their pages disappear.
         """

@@ -65,7 +65,7 @@ class _Run:
 
 
 class VirtualBlockIndex:
-    """Names of physical blocks by content and namespace. It owns no KV memory and no page.
+    """Names of physical blocks by content and namespace. It owns no KV memory and no page. For one thread.
 
     Args:
         block_size: tokens per block.
@@ -82,7 +82,7 @@ class VirtualBlockIndex:
         self.block_size = block_size
         self.max_sources = max_sources
         self._entries = EntryTable(block_size, is_live)
-        self._secret = os.urandom(32)  # nobody can construct colliding hashes
+        self._secret = os.urandom(32)  # of the lookup hashes: nobody can make them collide
 
     def __len__(self) -> int:
         """Entries held, live and stale."""
@@ -113,7 +113,7 @@ class VirtualBlockIndex:
             source: identity of the sequence, of no other one.
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
-            after: entry id of the block before the first, so that runs link across calls.
+            after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
 
         Returns:
             Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
@@ -128,7 +128,7 @@ class VirtualBlockIndex:
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
             ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage))
-        self._entries.link(np.append(np.int32(after), ids), source)
+        self._entries.link(np.append(np.int32(after), ids))
         return ids
 
     def match(

@@ -137,10 +137,10 @@ class EntryTable:
         self._by_key.insert(keys, ids)
         return ids
 
-    def link(self, ids: np.ndarray, source: int) -> None:
-        """Link the entries (or -1) of consecutive blocks, where both neighbours belong to the source."""
+    def link(self, ids: np.ndarray) -> None:
+        """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in one source."""
         left, right = ids[:-1], ids[1:]
-        linked = (left >= 0) & (self.source[left] == source) & self._is_adjacent(left, right, step=1)
+        linked = (left >= 0) & self._is_adjacent(left, right, step=1)
         self.following[left[linked]] = right[linked]
         self.previous[right[linked]] = left[linked]
 
@@ -153,17 +153,17 @@ class EntryTable:
         found[rows] = near[rows]
         return found
 
-    def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
-        distance = self.source_start[others] - self.source_start[ids]
-        held = (others >= 0) & (self.lineage[others] != _VACANT)
-        return held & (self.source[others] == self.source[ids]) & (distance == step * self.tokens.shape[1])
-
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
         held = np.flatnonzero(self.lineage != _VACANT).astype(np.int32)
         stale = held[~self.live(held)]
         self._remove(stale)
         return len(stale)
+
+    def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
+        distance = self.source_start[others] - self.source_start[ids]
+        held = (others >= 0) & (self.lineage[others] != _VACANT)
+        return held & (self.source[others] == self.source[ids]) & (distance == step * self.tokens.shape[1])
 
     def _allocate(self, count: int) -> np.ndarray:
         if count > len(self._vacant):

@@ -1,6 +1,6 @@
 """Varlen paged causal attention and Sparse-Q scores from batched matmul and SDPA; also serves CUDA.
 
-Each prompt's keys and values are gathered once per layer. Queries then go in chunks of ascending position, so that a chunk
+Each prompt's keys and values are gathered once per layer. Queries then go in chunks of ascending position, and a chunk
 attends only to the keys up to its last query: scattered tokens cost little more than their own share of the triangle.
 """
 
@@ -24,8 +24,8 @@ def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: Varlen
     output = torch.empty_like(query)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         slots = context.slots[: int(context.positions[-1]) + 1]
-        heads_first = (cache.index_select(0, slots).transpose(0, 1)[None] for cache in (keys, values))
-        _attend(query[rows], *heads_first, context, scale, output[rows])
+        own_keys, own_values = keys.index_select(0, slots), values.index_select(0, slots)  # [T, Hkv, d]
+        _attend(query[rows], own_keys, own_values, context, scale, output[rows])
     return output
 
 
@@ -48,14 +48,14 @@ def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, context: Context, scale: float, output: Tensor) -> None:
-    """query, output [n, Hq, d]; keys, values [1, Hkv, T, d]."""
-    here = torch.arange(keys.shape[2], device=keys.device)
-    heads_first = query.transpose(0, 1)[None]  # [1, Hq, n, d]
+    """query, output [n, Hq, d]; keys, values [T, Hkv, d]."""
+    here = torch.arange(keys.shape[0], device=keys.device)
+    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, H, n or T, d]
     for start, stop in _chunks(context):
         seen = int(context.positions[stop - 1]) + 1
         causal = seen == stop - start  # the prompt's own beginning: a plain causal triangle
         attended = scaled_dot_product_attention(
-            heads_first[:, :, start:stop],
+            query[:, :, start:stop],
             keys[:, :, :seen],
             values[:, :, :seen],
             attn_mask=None if causal else here[:seen] <= context.device_positions[start:stop, None],
@@ -87,9 +87,16 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, s
     output = torch.empty_like(query)
     for rows, slots, visible in layout.decode_buckets:
         size = slots.shape
-        gathered = (c.index_select(0, slots.flatten()).unflatten(0, size).transpose(1, 2) for c in (keys, values))
-        attended = scaled_dot_product_attention(
-            query[rows][:, :, None], *gathered, attn_mask=visible[:, None, None], scale=scale, enable_gqa=True
+        own_keys, own_values = (
+            c.index_select(0, slots.flatten()).unflatten(0, size).transpose(1, 2) for c in (keys, values)
         )
+        attended = scaled_dot_product_attention(
+            query[rows][:, :, None],
+            own_keys,
+            own_values,
+            attn_mask=visible[:, None, None],
+            scale=scale,
+            enable_gqa=True,
+        )  # [b, Hq, 1, d]
         output[rows] = attended[:, :, 0]
     return output

@@ -32,7 +32,7 @@ def parse_policy(text: str) -> Policy:
     name, _, rest = text.partition(":")
     options = {}
     for item in filter(None, rest.split(",")):
-        option, equals, value = item.partition("=")
+        option, _, value = item.partition("=")
         try:
             options[option.strip()] = float(value) if any(c in value for c in ".e") else int(value)
         except ValueError:

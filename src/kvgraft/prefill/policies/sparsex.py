@@ -1,5 +1,6 @@
 """SparseX: Sparse-Q driven recomputation."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,9 @@ class SparseX(Policy):
 
     name: ClassVar[str] = "sparsex"
 
-    boundary: int | float = 0.15  # dense layers: a number of them (int; 0 allowed) or a share of all layers (float)
+    boundary: int | float = (
+        0.18  # dense layers: a number (int; 0 allowed), or a share of all layers (float), rounded up
+    )
     topk: float = 0.10  # share of the grafted tokens recomputed above the boundary
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
@@ -34,7 +37,7 @@ class SparseX(Policy):
     def num_dense_layers(self, num_layers: int) -> int:
         """The boundary l* as a number of layers."""
         if isinstance(self.boundary, float):
-            return round(self.boundary * num_layers)
+            return math.ceil(self.boundary * num_layers - 1e-9)
         return min(self.boundary, num_layers)
 
     def recover(self, ctx: PrefillContext) -> Hidden:

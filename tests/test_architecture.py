@@ -1,0 +1,60 @@
+"""Imports point one way, and each heavy or foreign library is imported only where it belongs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "kvgraft"
+LAYERS = [  # each may import what stands before it, and itself
+    {"kernels", "kv"},
+    {"segments"},
+    {"prefill"},
+    {"engine"},
+    {"testbed"},
+    {"evaluate"},
+    {"cli", "__main__", "__init__"},
+]
+RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path):
+    mine = room_of(path)
+    for name in imports(path):
+        if name.startswith("kvgraft."):
+            other = name.split(".")[1]
+            assert RANK[other] <= RANK[mine], f"{mine} must not import {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_foreign_libraries_stay_in_their_rooms(path: Path):
+    allowed = {"torch": {"kernels", "kv", "prefill", "engine", "evaluate"}, "transformers": {"engine", "segments"}}
+    allowed |= {"typer": {"cli"}, "rich": {"cli", "evaluate", "engine"}, "triton": {"kernels"}, "vllm": set()}
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert not roots & {"pickle", "marshal", "shelve", "dill"}
+    for library, rooms in allowed.items():
+        assert library not in roots or room_of(path) in rooms, f"{library} does not belong in {room_of(path)}"
+
+
+def test_every_file_has_a_docstring_and_stays_short():
+    for path in FILES:
+        text = path.read_text()
+        assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+        assert text.count("\n") <= 400, f"{path} is too long: split it"
