@@ -242,18 +242,17 @@ def test_padding_aligns_segments_to_blocks(model_dirs: dict[str, Path], engine: 
 
 
 def test_anchors_make_the_tokens_of_a_passage_independent_of_what_precedes_it(tmp_path: Path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from models import make_model
 
-    directory = make_model(tmp_path, "llama")
-    tokenizer = Tokenizer(models.BPE())
+    directory = make_model(tmp_path, "llama", vocab_size=300)
+    newline, *others = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: c != "\u010a")
+    vocabulary = {piece: i for i, piece in enumerate([newline, *others, f".{newline}"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(".", newline)]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = ["so he said.\nPassage: the lamp is red."] * 5 + ["\nPassage: the bell is blue and old."]
-    alphabet = sorted({c for text in texts for c in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text)[0][0]})
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=90, initial_alphabet=alphabet))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
     passage = "\nPassage: the bell is blue and old."
 

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LONG_RUN = 256  # queries
+TILE_ROWS = 32  # queries that attention kernels take at a time
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -27,6 +30,39 @@ class Context:
         """Half-open query ranges of the maximal runs of consecutive positions."""
         cuts = (torch.nonzero(self.positions.diff() != 1)[:, 0] + 1).tolist()
         return list(zip([0, *cuts], [*cuts, self.positions.numel()], strict=True))
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Half-open query ranges that attend together, to all keys up to the last query's position.
+
+        The beginning of the prompt is one chunk (a plain causal triangle), other long runs are cut evenly. Scattered
+        queries share a chunk until the keys read in vain outweigh what a larger matrix product saves.
+        """
+        chunks: list[tuple[int, int]] = []
+        scattered: list[int] = []
+        for start, stop in self.runs:
+            opening = int(self.positions[start]) == 0
+            if stop - start < LONG_RUN and not opening:
+                scattered += range(start, stop)
+                continue
+            chunks += self._gather(scattered)
+            size = stop - start if opening else LONG_RUN
+            chunks += [(first, min(first + size, stop)) for first in range(start, stop, size)]
+            scattered = []
+        return chunks + self._gather(scattered)
+
+    def _gather(self, rows: list[int]) -> list[tuple[int, int]]:
+        positions = self.positions[rows].tolist()
+        chunks, first, wasted = [], 0, 0  # wasted: keys that the open chunk reads in vain
+        for number in range(1, len(rows)):
+            size, position = number - first, positions[number]
+            more = size * (position - positions[number - 1])
+            if more > 2 * position or (size % TILE_ROWS == 0 and wasted > position) or size == LONG_RUN:
+                chunks.append((rows[first], rows[number]))
+                first, wasted = number, 0
+            else:
+                wasted += more
+        return [*chunks, (rows[first], rows[-1] + 1)] if rows else []
 
     @cached_property
     def device_positions(self) -> Tensor:

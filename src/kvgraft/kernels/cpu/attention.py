@@ -4,17 +4,13 @@ Each prompt's keys and values are gathered once per layer. Queries then go in ch
 attends only to the keys up to its last query: scattered tokens cost little more than their own share of the triangle.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.kernels.layout import Context, VarlenLayout
 
-CHUNK_ROWS = 32  # of scattered queries
-DENSE_ROWS = 256  # of queries in a long run behind a prefix
-SCORE_ROWS = 16
+SCORE_ROWS = 16  # queries of all heads whose scores fit the cache
 
 
 def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, scale: float) -> Tensor:
@@ -51,7 +47,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, context: Context, scale
     """query, output [n, Hq, d]; keys, values [T, Hkv, d]."""
     here = torch.arange(keys.shape[0], device=keys.device)
     query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))  # [1, H, n or T, d]
-    for start, stop in _chunks(context):
+    for start, stop in context.chunks:
         seen = int(context.positions[stop - 1]) + 1
         causal = seen == stop - start  # the prompt's own beginning: a plain causal triangle
         attended = scaled_dot_product_attention(
@@ -64,22 +60,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, context: Context, scale
             enable_gqa=True,
         )
         output[start:stop] = attended[0].transpose(0, 1)
-
-
-def _chunks(context: Context) -> Iterator[tuple[int, int]]:
-    """Query ranges that go through one SDPA call each."""
-    pending = 0  # first scattered query that no chunk holds yet
-    for start, stop in context.runs:
-        if stop - start < DENSE_ROWS:
-            continue
-        yield from _cut(pending, start, CHUNK_ROWS)
-        yield from _cut(start, stop, stop - start if int(context.positions[start]) == 0 else DENSE_ROWS)
-        pending = stop
-    yield from _cut(pending, context.positions.numel(), CHUNK_ROWS)
-
-
-def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, scale: float) -> Tensor:
