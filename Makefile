@@ -36,5 +36,5 @@ $(READY): pyproject.toml
 	@echo "Setting up $(VENV): Python environment, PyTorch, KVGraft (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
-	@$(BIN)/python -m pip install -q -e '.[dev,research]'
+	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@

@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -28,8 +28,9 @@ from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer, models
 
-from kvgraft import Engine, Policy, Report, Request, SamplingParams
+from kvgraft import Engine, Policy, Request, SamplingParams
 from kvgraft.engine.config import ModelConfig
+from kvgraft.engine.request import Report as RequestReport
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import Full, Naive, SparseX
 
@@ -51,6 +52,15 @@ class Row:
     grafted: int
     recomputed: int
     stages_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows; `full` holds per length the median seconds here and in transformers, and their median ratio."""
+
+    configuration: dict[str, object]
+    rows: list[Row] = field(default_factory=list)
+    full: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
 
 def make_model(folder: Path, layers: int, max_position: int) -> None:
@@ -119,7 +129,7 @@ class Counting(Policy):
         return id(self)
 
 
-def answer(engine: Engine, prompt: list[int], policy: Policy) -> Report:
+def answer(engine: Engine, prompt: list[int], policy: Policy) -> RequestReport:
     return engine.generate([Request(prompt, policy, ONE_TOKEN, remember=False)])[0].report
 
 
@@ -129,7 +139,7 @@ def measure(engine: Engine, tokens: int, reuse: float, policies: dict[str, Polic
     read, prompt = make_prompts(tokens, reuse, seed=tokens + round(1000 * reuse))
     engine.generate([Request(read, Full(), ONE_TOKEN)])
     flops: dict[str, float] = {}
-    reports: dict[str, list[Report]] = {name: [] for name in policies}
+    reports: dict[str, list[RequestReport]] = {name: [] for name in policies}
     for number in range(runs + 1):
         for name, policy in policies.items():
             if number == 0:
@@ -187,62 +197,79 @@ def main(
     long: Annotated[bool, typer.Option("--long", help="16384 tokens as well.")] = False,
     layers: int = 12,
     dtype: str = "float32",
-    runs: int = 5,
+    runs: int = 3,
     threads: int = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well, after every table.")] = None,
 ) -> None:
     """Print time to first token of every policy, the ratio to full, and the distance to the FLOP floor."""
     torch.set_num_threads(threads or torch.get_num_threads())
     lengths = [*lengths, 16384] if long else lengths
-    policies = policies_for(layers)
-    configuration = {
-        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden 512, 8/2 heads of 64, FFN 1536",
-        "dtype": dtype, "block_size": 16, "runs": runs, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor(),
-        "cores": os.cpu_count(),
-    }  # fmt: skip
-    console = Console(stderr=as_json)
-    with tempfile.TemporaryDirectory() as name:
+    report = Report(_configuration(layers, dtype, runs))
+    console = Console(quiet=as_json)
+    console.print(", ".join(f"{key} {value}" for key, value in report.configuration.items()))
+    with tempfile.TemporaryDirectory() as name, Progress(console=Console(stderr=True), transient=True) as progress:
         folder = Path(name)
         make_model(folder, layers, 2 * max(lengths))
         engine = Engine(folder, dtype=dtype, num_pages=5 * max(lengths) // 2 // 16, max_prefill_tokens=max(lengths))
-        rows: list[Row] = []
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("measuring", total=len(lengths) * len(reuses))
-            for tokens in lengths:
-                for reuse in reuses:
-                    progress.update(task, description=f"{tokens} tokens, {reuse:.0%} reuse")
-                    rows += measure(engine, tokens, reuse, policies, runs)
-                    progress.advance(task)
-                    gc.collect()
-        baseline = {tokens: against_transformers(engine, folder, tokens, runs) for tokens in lengths}
+        task = progress.add_task("measuring", total=len(lengths) * (len(reuses) + 1))
+        for tokens in lengths:
+            progress.update(task, description=f"{tokens} tokens, against transformers")
+            report.full[tokens] = against_transformers(engine, folder, tokens, runs)
+            progress.advance(task)
+            for reuse in reuses:
+                progress.update(task, description=f"{tokens} tokens, {reuse:.0%} reuse")
+                rows = measure(engine, tokens, reuse, policies_for(layers), runs)
+                report.rows.extend(rows)
+                console.print(table_of(rows))
+                if save is not None:
+                    save.write_text(json.dumps(asdict(report), indent=1) + "\n")
+                progress.advance(task)
+                gc.collect()
+    console.print(baseline_table(report))
     if as_json:
-        print(json.dumps({"configuration": configuration, "rows": [asdict(r) for r in rows], "full": baseline}))
-        return
-    show(console, configuration, rows, baseline)
+        print(json.dumps(asdict(report)))
 
 
-def show(
-    console: Console,
-    configuration: dict[str, object],
-    rows: list[Row],
-    baseline: dict[int, tuple[float, float, float]],
-) -> None:
-    """Tables on the terminal; `floor` is the speed-up that the FLOPs alone would allow."""
-    console.print(", ".join(f"{key} {value}" for key, value in configuration.items()))
-    for tokens, reuse in dict.fromkeys((row.tokens, row.reuse) for row in rows):
-        table = Table("policy", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("TTFT ms", "speed-up", "floor", "time/floor", "FLOPs", "grafted", "redone"):
-            table.add_column(name, justify="right")
-        for r in (row for row in rows if (row.tokens, row.reuse) == (tokens, reuse)):
-            times = (f"{1e3 * r.ttft_s:.0f}", f"{r.speedup:.2f}", f"{1 / r.flop_share:.2f}", f"{r.over_floor:.2f}")
-            table.add_row(r.policy, *times, f"{r.flop_share:.1%}", str(r.grafted), str(r.recomputed))
-        table.title = f"{tokens} tokens, {reuse:.0%} reused"
-        console.print(table)
-    table = Table("tokens", "full ms", "transformers SDPA ms", "transformers / full", title="full is no straw man")
-    for tokens, (ours, theirs, ratio) in baseline.items():
+def _configuration(layers: int, dtype: str, runs: int) -> dict[str, object]:
+    cpu = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2] for line in cpu.read_text().splitlines() if "model name" in line]
+        if cpu.exists()
+        else []
+    )
+    return {
+        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden 512, 8/2 heads of 64, FFN 1536",
+        "dtype": dtype,
+        "block size": 16,
+        "runs": runs,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "cpu": names[0].strip() if names else platform.processor(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def table_of(rows: list[Row]) -> Table:
+    """One prompt shape; `floor` is the speed-up that the FLOPs alone would allow."""
+    table = Table("policy", title=f"{rows[0].tokens} tokens, {rows[0].reuse:.0%} reused", box=box.MARKDOWN)
+    for name in ("TTFT ms", "speed-up", "floor", "time/floor", "FLOPs", "grafted", "redone"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        times = (f"{1e3 * r.ttft_s:.0f}", f"{r.speedup:.2f}", f"{1 / r.flop_share:.2f}", f"{r.over_floor:.2f}")
+        table.add_row(r.policy, *times, f"{r.flop_share:.1%}", str(r.grafted), str(r.recomputed))
+    return table
+
+
+def baseline_table(report: Report) -> Table:
+    """Full prefill here against transformers."""
+    table = Table("tokens", title="full prefill is no straw man", box=box.MARKDOWN)
+    for name in ("full ms", "transformers SDPA ms", "transformers / full"):
+        table.add_column(name, justify="right")
+    for tokens, (ours, theirs, ratio) in report.full.items():
         table.add_row(str(tokens), f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}", f"{ratio:.2f}")
-    console.print(table)
+    return table
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate import compare as comparison
 from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
 
@@ -41,11 +42,17 @@ def demo(
     device: DeviceOption = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
     items: Annotated[int, typer.Option(help="Items per scenario, four prompts each.")] = 8,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex")
+    ] = None,
 ) -> None:
     """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, side by side."""
+    policies = ("full", *policy) if policy else demonstration.POLICIES
+    for name in policies:
+        parse_policy(name)
     engine = _load(model, dtype=dtype, device=device)
     with progress_bar(progress_console, "demo") as on_progress:
-        report = demonstration.run_demo(engine, seed=seed, items=items, on_progress=on_progress)
+        report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
     if as_json:
         _print_json(report)
     else:
@@ -74,6 +81,7 @@ def generate(
     """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
     if (prompt is None) == (file is None):
         raise ValueError("give either a prompt or --file")
+    parse_policy(policy)
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_text(path) for path in read or []]
@@ -82,20 +90,20 @@ def generate(
         text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
     with progress_bar(progress_console, "reading") as on_progress:
         for number, earlier in enumerate(known, 1):
-            engine.generate([Request(earlier, "full", SamplingParams(max_tokens=1), namespace)])
+            engine.generate([Request(parse_markers(earlier), "full", SamplingParams(max_tokens=1), namespace)])
             on_progress(number, len(known))
     request = Request(parse_markers(text), policy, sampling, namespace)
     final: Result | None = None
     for event in engine.stream([request]):
         if not as_json:
-            console.print(event.text, end="", markup=False, highlight=False)
+            print(event.text, end="", flush=True)
         final = event.result or final
     if final is None or final.error:
         raise ValueError(final.error if final and final.error else "the engine gave no answer")
     if as_json:
         _print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report})
     else:
-        console.print()
+        print()
         _print_report(final)
 
 

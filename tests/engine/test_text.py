@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvgraft.engine.text import IncrementalText, load_tokenizer
-from models import make_tokenizer
+from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
+from kvgraft.segments.prompt import Segment
+from models import BOS, make_tokenizer
 
 SAMPLE = "naïve café 漢字かな 🙂🙃 déjà vu, the end. "
 WORDS = make_tokenizer()
@@ -126,3 +128,17 @@ def test_a_tokenizer_is_loaded_from_its_directory_only(model_dirs: dict[str, Pat
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(ValueError, match="no usable tokenizer in"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_only_the_tokenizers_own_special_tokens_open_a_text(adds_bos: bool):
+    tokenizer = make_tokenizer()
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", BOS)]
+        )
+    expected = [BOS] if adds_bos else []
+    for prompt in ("w5 w6", ["w5", Segment("w6")], [Segment("w5")]):
+        assert opening_ids(tokenizer, prompt) == expected
+    for prompt in ("<bos> w5", [Segment("<bos> w5"), "w6"], [5, 6]):
+        assert opening_ids(tokenizer, prompt) == []

@@ -127,16 +127,17 @@ def test_first_word(text: str, word: str):
 
 
 def test_render_shows_gaps_fallbacks_and_ends_with_the_summary():
-    full = PolicyRow("full", 40, 250.0, 1.0, 0.0, 0.0, 39, 40, 0)
-    naive = PolicyRow("naive", 40, 25.0, 10.0, 0.98, 0.0, 20, 21, 3)
+    full = PolicyRow("full", 40, 250.0, 1.0, 0.0, 0.0, 1.0, 39, 40, 0)
+    naive = PolicyRow("naive", 40, 25.0, 10.0, 0.98, 0.0, 0.02, 20, 21, 3)
     table = ScenarioTable("rag", "documents in another order", (full, naive))
     console = Console(width=120, record=True, file=StringIO())
     console.print(render(DemoReport("a setup", (table,), (full, naive), "What you saw.")))
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert lines[0] == "rag: documents in another order"
-    assert "│ naive  │    25.0 │    10.00 │  98.0% │       0.0% │ 20/40 │        21/40 │" in lines
+    assert "│ naive  │    25.0 │    10.00 │  98.0% │       0.0% │   2.0% │ 20/40 │ 21/40 │" in lines
     assert "right answers against full: naive -19; prompts that fell back to full: naive 3" in " ".join(lines)
-    assert lines[-2:] == ["a setup", "What you saw."]
+    assert lines[-1] == "What you saw."
+    assert any(line.startswith("a setup. reused: ") for line in lines)
 
 
 def test_progress_bar():

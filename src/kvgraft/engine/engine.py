@@ -12,7 +12,7 @@ from kvgraft.engine.request import Event, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
-from kvgraft.engine.text import IncrementalText, load_tokenizer
+from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
@@ -161,11 +161,13 @@ class Engine:
         return Sequence(index, request, policy, tokens, self._scope(request.namespace), Sampler(sampling), text)
 
     def _token_ids(self, request: Request) -> list[int]:
-        bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
         prompt = request.prompt
         if self.anchors and isinstance(prompt, str):
             prompt = split_at_anchors(prompt, self.anchors)
-        tokens = tokenise(prompt, self._encode, prefix_ids=bos, **self._padding).token_ids.tolist()
+        prefix = opening_ids(self.tokenizer, prompt)
+        tokens = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding).token_ids.tolist()
+        if not isinstance(request.namespace, str):
+            raise ValueError(f"namespace must be a string, got {request.namespace!r}")
         if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
             raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
         if len(tokens) + request.sampling.max_tokens > self.max_length:

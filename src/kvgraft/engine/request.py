@@ -19,7 +19,7 @@ class Request:
     """One prompt and how to answer it.
 
     Attributes:
-        prompt: text, parts (`str` and reusable `Segment`), or token ids.
+        prompt: text, parts (`str` and reusable `Segment`), or token ids, which are taken as they are.
         policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is the engine's own.
         sampling: length, temperature, stop strings and so on.
         namespace: isolation key; content cached under another one is never found.

@@ -1,9 +1,12 @@
 """From token ids to text: the model's tokenizer, and decoding one token at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+
+from kvgraft.segments.prompt import Part, Segment
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for the bytes of an unfinished character
 
@@ -21,6 +24,20 @@ def load_tokenizer(model_dir: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"no usable tokenizer in {model_dir}: {error}") from error
+
+
+def opening_ids(tokenizer: Any, prompt: str | Sequence[Part] | Sequence[int]) -> list[int]:
+    """The special tokens that the tokenizer itself puts before a text, as a beginning-of-sequence token.
+
+    None before token ids, which are taken as they are, nor before a text that already begins with that token, as a
+    rendered chat template may.
+    """
+    first = prompt if isinstance(prompt, str) else prompt[0] if len(prompt) else ""
+    text = first.text if isinstance(first, Segment) else first
+    if not isinstance(text, str) or (tokenizer.bos_token and text.startswith(tokenizer.bos_token)):
+        return []
+    bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    return whole[: -len(bare)] if bare and whole[-len(bare) :] == bare else []
 
 
 class IncrementalText:

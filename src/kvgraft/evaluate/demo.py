@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import median
+from statistics import mean, median
 
 import torch
 from rich.console import Group, RenderableType
@@ -39,6 +39,7 @@ class PolicyRow:
         speedup: median over prompts of the time of `full` divided by the time of this policy.
         reused: grafted tokens as a share of the prompt tokens.
         recomputed: tokens computed again in the last layer, as a share of the grafted tokens.
+        work: (token, layer) pairs computed, as a share of those of full recomputation.
         right: answers whose first word is the expected one, whatever their case.
         same_as_full: answers whose first word is that of `full`.
         fallbacks: prompts whose grafts were found and not used.
@@ -50,6 +51,7 @@ class PolicyRow:
     speedup: float
     reused: float
     recomputed: float
+    work: float
     right: int
     same_as_full: int
     fallbacks: int
@@ -161,6 +163,7 @@ def _row(policy: str, outcomes: Sequence[_Outcome]) -> PolicyRow:
         speedup=median(full.report.ttft_s / result.report.ttft_s for result, full in pairs),
         reused=grafted / sum(report.prompt_tokens for report in reports),
         recomputed=sum(report.recomputed_tokens for report in reports) / max(1, grafted),
+        work=mean(report.computed_share for report in reports),
         right=sum(word == outcome.answer for word, outcome in zip(words, outcomes, strict=True)),
         same_as_full=sum(word == _first_word(full.text) for word, (_, full) in zip(words, pairs, strict=True)),
         fallbacks=sum(report.fallback is not None for report in reports),
@@ -187,13 +190,18 @@ def _summary(overall: Sequence[PolicyRow]) -> str:
 
 def render(report: DemoReport) -> RenderableType:
     """The tables, under each the gap to full recomputation, and the closing sentence, for a rich console."""
-    return Group(*(_table(table) for table in report.tables), Text(report.setup, style="dim"), Text(report.summary))
+    legend = (
+        "reused: share of the prompt grafted; recomputed: share of that computed again in the last layer; work: tokens x "
+        "layers computed; same: first word as under full."
+    )
+    notes = (Text(f"{report.setup}. {legend}", style="dim"), Text(report.summary))
+    return Group(*(_table(table) for table in report.tables), *notes)
 
 
 def _table(scenario: ScenarioTable) -> Table:
     table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left", caption_justify="left")
     table.add_column("policy")
-    for name in ("TTFT ms", "speed-up", "reused", "recomputed", "right", "same as full"):
+    for name in ("TTFT ms", "speed-up", "reused", "recomputed", "work", "right", "same"):
         table.add_column(name, justify="right")
     for row in scenario.rows:
         table.add_row(
@@ -202,6 +210,7 @@ def _table(scenario: ScenarioTable) -> Table:
             f"{row.speedup:.2f}",
             f"{row.reused:.1%}",
             f"{row.recomputed:.1%}",
+            f"{row.work:.1%}",
             f"{row.right}/{row.num_prompts}",
             f"{row.same_as_full}/{row.num_prompts}",
         )
