@@ -191,8 +191,8 @@ def _summary(overall: Sequence[PolicyRow]) -> str:
 def render(report: DemoReport) -> RenderableType:
     """The tables, under each the gap to full recomputation, and the closing sentence, for a rich console."""
     legend = (
-        "reused: share of the prompt grafted; recomputed: share of that computed again in the last layer; work: tokens x "
-        "layers computed; same: first word as under full."
+        "reused: share of the prompt grafted; recomputed: share of that computed again in the last layer; "
+        "work: tokens x layers computed; same: first word as under full."
     )
     notes = (Text(f"{report.setup}. {legend}", style="dim"), Text(report.summary))
     return Group(*(_table(table) for table in report.tables), *notes)
