@@ -200,7 +200,7 @@ def render(report: DemoReport) -> RenderableType:
 
 def _table(scenario: ScenarioTable) -> Table:
     table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left", caption_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", overflow="fold")
     for name in ("TTFT ms", "speed-up", "reused", "recomputed", "work", "right", "same"):
         table.add_column(name, justify="right")
     for row in scenario.rows:
