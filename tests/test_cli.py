@@ -71,6 +71,8 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
         (["generate", "the " * 5000], "exceed the limit of 4096"),
         (["generate", "the code", "--model", "nowhere"], "nowhere is not a model directory"),
         (["generate", "the code", "--dtype", "int4"], "dtype 'int4' is not one of"),
+        (["generate", "the code", "--device", "tpu"], "device 'tpu' is not available"),
+        (["demo", "--policy", "magic"], "unknown policy 'magic'"),
         (["compare", "nowhere.json"], "no such file: nowhere.json"),
         (["demo", "--model", "nowhere"], "nowhere is not a model directory"),
         (["nonsense"], "No such command 'nonsense'"),

@@ -30,6 +30,7 @@ ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model d
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+KvOption = Annotated[float, typer.Option("--kv-gib", help="Memory of the KV pool in GiB.")]
 console = Console()
 progress_console = Console(stderr=True)
 
@@ -40,6 +41,7 @@ def demo(
     as_json: JsonOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
     items: Annotated[int, typer.Option(help="Items per scenario, four prompts each.")] = 8,
     policy: Annotated[
@@ -50,7 +52,7 @@ def demo(
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
-    engine = _load(model, dtype=dtype, device=device)
+    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "demo") as on_progress:
         report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
     if as_json:
@@ -76,6 +78,7 @@ def generate(
     namespace: Annotated[str, typer.Option(help="Isolation key of cached content.")] = "default",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
@@ -85,7 +88,7 @@ def generate(
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_text(path) for path in read or []]
-    engine = _load(model, dtype=dtype, device=device)
+    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     if chat:
         text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
     with progress_bar(progress_console, "reading") as on_progress:
@@ -113,11 +116,12 @@ def compare(
     model: ModelOption = MODEL_DIR,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
     """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
     case = comparison.load_case(file)
-    engine = _load(model, dtype=dtype, device=device)
+    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "comparing") as on_progress:
         outcomes = comparison.run_compare(engine, case, on_progress)
     if as_json:
@@ -147,9 +151,9 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _load(model: Path, *, dtype: str | None, device: str) -> Engine:
+def _load(model: Path, *, dtype: str | None, device: str, kv_gib: float) -> Engine:
     with progress_console.status(f"loading {model.name}"):
-        return Engine(model, dtype=dtype, device=device)
+        return Engine(model, dtype=dtype, device=device, kv_gib=kv_gib)
 
 
 def _read_text(path: Path | None) -> str:

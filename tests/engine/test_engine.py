@@ -127,7 +127,7 @@ def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(mo
     small = Engine(model_dirs["llama"], dtype="float32", num_pages=4)
     results = small.generate([request(20, 1), request(100, 2), request(20, 3)])
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
-    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are frozen)"
+    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are frozen): the KV pool must be larger"
     small.check()
 
 
@@ -164,8 +164,10 @@ def test_parts_and_text_give_the_same_answer(engine: Engine):
         ({"block_size": 0}, "block_size 0"),
         ({"max_length": 10_000}, "max_length 10000 is not in 2..512"),
         ({"policy": "magic"}, "unknown policy"),
+        ({"device": "tpu"}, "device 'tpu' is not available: choose from cpu"),
         ({"watermark": 2.0}, "watermark must be in"),
         ({"num_pages": 0}, "num_pages and block_size must be positive"),
+        ({"kv_gib": 0.0}, "num_pages and block_size must be positive"),
     ],
 )
 def test_bad_engine_options_are_refused(model_dirs: dict[str, Path], options: dict[str, object], message: str):

@@ -22,7 +22,6 @@ from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.prompt import split_at_anchors, tokenise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEFAULT_POOL_BYTES = 2 << 30
 
 
 class Engine:
@@ -33,7 +32,8 @@ class Engine:
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.
-        num_pages: blocks in the KV pool; None fills 2 GiB, at most eight prompts of the model's full length.
+        kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full length need.
+        num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
         max_prefill_tokens: prompt tokens that one step may take up.
@@ -55,6 +55,7 @@ class Engine:
         dtype: str | None = None,
         device: str = "cpu",
         block_size: int = 16,
+        kv_gib: float = 2.0,
         num_pages: int | None = None,
         max_length: int | None = None,
         policy: str | Policy = "sparsex",
@@ -70,6 +71,7 @@ class Engine:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if block_size < 1 or max_prefill_tokens < 1:
             raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
+        _check_device(device)
         self.policy = _as_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
@@ -85,12 +87,13 @@ class Engine:
             raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
         shape = (config.num_kv_heads, config.head_dim, self.decoder.dtype)
         if num_pages is None:
-            fitting = _DEFAULT_POOL_BYTES // KVCache.bytes_per_page(config.num_layers, block_size, *shape)
-            num_pages = max(1, min(fitting, 8 * -(-self.max_length // block_size)))
+            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(config.num_layers, block_size, *shape)
+            num_pages = min(fitting, 8 * -(-self.max_length // block_size))
+        pool = PagePool(num_pages, block_size)
         cache = KVCache(config.num_layers, num_pages, block_size, *shape, self.decoder.device)
-        pool = PagePool(num_pages, block_size, on_drop=cache.poison if poison_dropped_pages else None)
         if poison_dropped_pages:
             cache.poison(range(num_pages))
+            pool.on_drop = cache.poison
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         self.memory = Memory(pool, cache, self.frozen, approximate_sources)
         self.scheduler = Scheduler(self.decoder, self.memory, max_prefill_tokens)
@@ -182,6 +185,13 @@ class Engine:
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(f"{self.config.identity}/{self.decoder.dtype}", namespace)
+
+
+def _check_device(name: str) -> None:
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"device {name!r} is not available: choose from {available}")
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -57,7 +57,7 @@ class Memory:
             if idle:
                 raise MemoryError(
                     f"{missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
-                    f"({sum(len(e.pages) for e in self.frozen.list())} are frozen)"
+                    f"({sum(len(e.pages) for e in self.frozen.list())} are frozen): the KV pool must be larger"
                 )
             return False
         fresh_pages = iter(self.pool.allocate(missing))

@@ -38,7 +38,7 @@ class PagePool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))  # first is reclaimed first
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
-        self._on_drop = on_drop
+        self.on_drop = on_drop
 
     @property
     def num_free(self) -> int:
@@ -122,5 +122,5 @@ class PagePool:
             self.versions[pages] += 1
             self.hit_counts[pages] = 0
             self._kept[pages] = False
-            if self._on_drop is not None:
-                self._on_drop(pages)
+            if self.on_drop is not None:
+                self.on_drop(pages)
