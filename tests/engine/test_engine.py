@@ -112,13 +112,18 @@ def test_a_full_pool_makes_requests_wait_not_fail(model_dirs: dict[str, Path], e
     assert small.memory.pool.num_used == 0
 
 
-def test_grafts_are_given_up_when_their_sources_fill_the_pool(model_dirs: dict[str, Path], engine: Engine):
+def test_grafts_are_given_up_when_their_sources_fill_the_pool(
+    model_dirs: dict[str, Path], engine: Engine, caplog: pytest.LogCaptureFixture
+):
     small = Engine(model_dirs["llama"], dtype="float32", num_pages=10, poison_dropped_pages=True)
     small.generate([request(80, 1, max_tokens=1)])
     prompt = tokens(17, 2) + tokens(80, 1)
     result = small.generate([Request(prompt, "naive", SamplingParams(4, ignore_eos=True))])[0]
     assert result.report.fallback == "pool_pressure"
     assert small.memory.fallbacks["pool_pressure"] == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "request 0 falls back to full recomputation: pool_pressure"
+    ]
     expected = engine.generate([Request(prompt, "full", SamplingParams(4, ignore_eos=True), "elsewhere")])[0]
     assert result.token_ids == expected.token_ids
 

@@ -1,7 +1,9 @@
 """What a sequence may reuse and what it leaves behind: pages, exact prefix hits, virtual blocks, frozen content."""
 
+import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
 from kvgraft.segments.keys import chain_hashes
+
+logger = logging.getLogger("kvgraft")
+NEVER = 1 << 62  # a position behind every token
 
 
 class Memory:
@@ -41,34 +46,23 @@ class Memory:
         """
         start = time.perf_counter()
         hits = self._exact_hits(sequence)
-        prefix_pages = list(hits.values())
-        self.pool.acquire(prefix_pages)
-        matches = self._matches(sequence, list(hits))
-        sources = sorted({int(page) for match in matches for page in match.pages})
-        self.pool.acquire(sources)
-        missing = -(-sequence.num_reserved // self.pool.block_size) - len(hits)
-        self.frozen.shed(sequence.request.namespace, missing)
-        if missing > self.pool.num_free and idle and sources:
-            self.pool.release(sources)
-            sources, matches = [], []
+        matches = self._matches(sequence, hits)
+        num_missing = -(-sequence.num_reserved // self.pool.block_size) - len(hits)
+        fits = self._pin(sequence, hits, matches, num_missing)
+        if not fits and idle and matches:
+            matches = []
             self._note_fallback(sequence, "pool_pressure")
-        if missing > self.pool.num_free:
-            self.pool.release(prefix_pages + sources)
-            if idle:
-                raise MemoryError(
-                    f"{missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
-                    f"({sum(len(e.pages) for e in self.frozen.list())} are frozen): the KV pool must be larger"
-                )
+            fits = self._pin(sequence, hits, matches, num_missing)
+        if not fits and idle:
+            num_frozen = sum(len(entry.pages) for entry in self.frozen.list())
+            raise MemoryError(
+                f"{num_missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
+                f"({num_frozen} are frozen): the KV pool must be larger"
+            )
+        if not fits:
             return False
-        fresh_pages = iter(self.pool.allocate(missing))
-        num_pages = missing + len(hits)
-        sequence.pages = [hits[b] if b in hits else next(fresh_pages) for b in range(num_pages)]
-        sequence.slots = slots_of(sequence.pages, self.pool.block_size).to(self.cache.keys.device)
-        sequence.plan = Plan.for_prompt(sequence.num_prompt, self.pool.block_size, hits, matches)
-        self._pinned[sequence] = sources
-        self.pool.hit_counts[prefix_pages + sources] += 1
-        sequence.first_approximate = matches[0].start if matches else 1 << 62
-        self._describe(sequence, time.perf_counter() - start)
+        self._start(sequence, hits, matches, self.pool.allocate(num_missing))
+        sequence.report.stages["match"] = time.perf_counter() - start
         return True
 
     def unpin_sources(self, sequence: Sequence) -> None:
@@ -79,10 +73,9 @@ class Memory:
         """The sequence is recomputed in full: what it computes from here on is exact."""
         if sequence.plan is None:
             raise ValueError("the sequence has no plan yet")
-        sequence.plan = sequence.plan.without_grafts()
-        sequence.first_approximate = 1 << 62
+        sequence.first_approximate = NEVER
+        self._set_plan(sequence, sequence.plan.without_grafts())
         self._note_fallback(sequence, reason)
-        self._describe(sequence)
 
     def offer(self, sequence: Sequence) -> None:
         """Let others find the full blocks that the sequence has computed since the last offer.
@@ -123,6 +116,34 @@ class Memory:
             pages.append(page)
         return pages
 
+    def _pin(self, sequence: Sequence, hits: dict[int, int], matches: list[Match], num_missing: int) -> bool:
+        """Hold what the sequence reuses if `num_missing` more pages are free then; sheds frozen pages of its own."""
+        sources = sorted({int(page) for match in matches for page in match.pages})
+        held = [*hits.values(), *sources]
+        self.pool.acquire(held)
+        self.frozen.shed(sequence.request.namespace, num_missing)
+        if num_missing > self.pool.num_free:
+            self.pool.release(held)
+            return False
+        self.pool.hit_counts[held] += 1
+        self._pinned[sequence] = sources
+        return True
+
+    def _start(self, sequence: Sequence, hits: dict[int, int], matches: list[Match], fresh_pages: list[int]) -> None:
+        """Give the sequence its block table and its plan."""
+        unused = iter(fresh_pages)
+        num_blocks = len(hits) + len(fresh_pages)
+        sequence.pages = [hits[block] if block in hits else next(unused) for block in range(num_blocks)]
+        sequence.slots = slots_of(sequence.pages, self.pool.block_size).to(self.cache.keys.device)
+        sequence.first_approximate = matches[0].start if matches else NEVER
+        self._set_plan(sequence, Plan.for_prompt(sequence.num_prompt, self.pool.block_size, hits, matches))
+
+    def _set_plan(self, sequence: Sequence, plan: Plan) -> None:
+        sequence.plan = plan
+        sequence.report.prefix_tokens = int(plan.prefix.sum())
+        sequence.report.grafted_tokens = int(plan.grafted.sum())
+        sequence.report.fresh_tokens = int(plan.fresh.sum())
+
     def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
         """Block -> page of every block whose whole history is cached as it is; never the block of the last token.
 
@@ -132,7 +153,7 @@ class Memory:
         found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
         return {block: page for block, page in found if page is not None}
 
-    def _matches(self, sequence: Sequence, hit_blocks: list[int]) -> list[Match]:
+    def _matches(self, sequence: Sequence, hit_blocks: Iterable[int]) -> list[Match]:
         if not sequence.policy.uses_grafts:
             return []
         free = np.ones(sequence.num_prompt, bool)
@@ -169,15 +190,7 @@ class Memory:
         )
         sequence.last_entry = int(entries[-1])
 
-    def _describe(self, sequence: Sequence, seconds: float | None = None) -> None:
-        report, plan = sequence.report, sequence.plan
-        if plan is not None:
-            report.prefix_tokens = int(plan.prefix.sum())
-            report.grafted_tokens = int(plan.grafted.sum())
-            report.fresh_tokens = int(plan.fresh.sum())
-        if seconds is not None:
-            report.stages["match"] = seconds
-
     def _note_fallback(self, sequence: Sequence, reason: str) -> None:
         sequence.report.fallback = reason
         self.fallbacks[reason] += 1
+        logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

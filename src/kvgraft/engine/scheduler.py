@@ -1,6 +1,5 @@
 """Continuous batching: admit what fits, prefill it in batches by policy, decode everything that runs."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,8 +16,6 @@ from kvgraft.kernels.layout import VarlenLayout
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Full
-
-logger = logging.getLogger("kvgraft")
 
 
 class Scheduler:
@@ -86,7 +83,6 @@ class Scheduler:
         if broken:
             again = [sequences[i] for i in broken]
             for sequence in again:
-                logger.warning("request %d: non-finite logits after grafting, recomputing in full", sequence.index)
                 self.memory.drop_grafts(sequence, "non_finite")
             logits[broken] = self._recover(Full(), again)
         for sequence, row in zip(sequences, logits, strict=True):

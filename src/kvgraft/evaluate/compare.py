@@ -85,9 +85,9 @@ def run_compare(engine: Engine, case: Case, on_progress: OnProgress | None = Non
 
 def render(outcomes: list[Outcome]) -> RenderableType:
     """A table of the policies, and under it their texts, for a rich console."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column("policy", overflow="fold")
-    for name in ("TTFT ms", "speed-up", "prefix", "grafted", "redone", "fresh", "KL nats", "same"):
+    for name in ("TTFT ms", "faster", "prefix", "grafted", "redone", "fresh", "KL", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for o in outcomes:
         report = o.report
@@ -95,8 +95,8 @@ def render(outcomes: list[Outcome]) -> RenderableType:
         times = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}")
         table.add_row(o.policy, *times, *map(str, tokens), f"{o.first_kl:.4f}", f"{o.agreement:.0%}")
     table.caption = (
-        "tokens by kind; redone: grafted tokens recomputed in the last layer; KL: first token, full against policy; "
-        "same: tokens of full's answer found at the same place"
+        "prefix, grafted, fresh: tokens; redone: grafted tokens recomputed in the last layer; KL: first token, full "
+        "against policy, nats; same: tokens of full's answer found at the same place"
     )
     texts = Table(box=None, pad_edge=False, show_header=False)
     for o in outcomes:
