@@ -1,6 +1,8 @@
 """What must hold for every policy: recomputing everything is exact, grafts read their source, nothing leaks."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import Full, Naive, SparseX
 from models import FAMILIES, VOCAB_SIZE
 
@@ -157,6 +160,35 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
         after = ask(engine, prompt, policy, remember=False)
         deep[:, place] = saved
         assert (difference(after, before.first_logits) > 0.01) == changes  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class KeysBeforeAndAfter(Policy):
+    """A policy of the test's own: what is grafted, then what full prefill makes of it."""
+
+    name: ClassVar[str] = "keys before and after"
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, hash=False)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        layers, grafted = range(ctx.num_layers), ctx.plan.grafted
+        ctx.graft(layers)
+        before = [ctx.keys(layer, grafted).clone() for layer in layers]
+        hidden = ctx.run(layers, ctx.embed(ctx.plan.active))
+        self.seen.extend((old, ctx.keys(layer, grafted)) for layer, old in zip(layers, before, strict=True))
+        return hidden
+
+
+@pytest.mark.parametrize("moved", [-70, 130])
+def test_grafted_keys_of_the_first_layer_are_those_of_full_prefill(engine: Engine, moved: int):
+    """They depend on token and position only, so alignment must make them right at any distance, either way."""
+    known, early = tokens(96, 1), tokens(80, 9)
+    ask(engine, early + known if moved < 0 else known, Full())
+    policy = KeysBeforeAndAfter()
+    result = ask(engine, tokens(80 + moved if moved < 0 else moved, 2) + known, policy, remember=False)
+    assert result.report.grafted_tokens >= 80
+    (first_before, first_after), *others = policy.seen
+    torch.testing.assert_close(first_before, first_after, atol=1e-4, rtol=1e-4)
+    assert all(float((before - after).abs().max()) > 0.01 for before, after in others)
 
 
 def test_non_finite_grafts_fall_back_to_full_prefill(engine: Engine):
