@@ -75,6 +75,20 @@ def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine]
 def test_recomputing_everything_is_full_prefill(
     engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject
 ):
+    check_recomputing_everything(engines, family, data)
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=1500, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_everything_is_full_prefill_at_length(
+    engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject
+):
+    check_recomputing_everything(engines, family, data)
+
+
+def check_recomputing_everything(engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject) -> None:
     """Any interleaving: segments of any length, order and offset, repeats, exact prefixes, other namespaces."""
     engine = engines[family, data.draw(st.sampled_from([16, 32]), label="block size")]
     engine.clear_cache()
