@@ -1,9 +1,12 @@
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from kvgraft import Engine, Request, RequestError, SamplingParams, Segment
+from kvgraft import Engine, Policy, Request, RequestError, SamplingParams, Segment
+from kvgraft.prefill.context import Hidden, PrefillContext
 from models import VOCAB_SIZE
 
 
@@ -205,6 +208,41 @@ def test_frozen_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, P
     engine.generate([request(200, 4, max_tokens=1)])  # 13 pages and 8 frozen ones: above 18
     assert {entry.name: len(entry.pages) for entry in engine.frozen.list()} == {"used": 4, "unused": 1}
     engine.check()
+
+
+def test_a_request_that_has_to_wait_sheds_nothing(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
+    engine.freeze("manual", Request(tokens(70, 1)))  # 4 pages
+    running = engine.stream([request(100, 2, max_tokens=100)])  # 13 pages
+    next(running)
+    waiting = engine.stream([request(100, 3, max_tokens=20)])  # 8 pages: 4 frozen ones would not help
+    next(waiting)  # steps until the other has ended
+    assert len(engine.frozen.list()[0].pages) == 4
+    list(running)
+    list(waiting)
+    engine.check()
+
+
+@dataclass(frozen=True)
+class Broken(Policy):
+    name: ClassVar[str] = "broken"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        raise ArithmeticError("a mistake of its author")
+
+
+def test_a_failing_policy_leaves_no_request_half_prefilled(model_dirs: dict[str, Path]):
+    """A step that another stream drives admits the broken request; it must not go on to decode unwritten pages."""
+    engine = Engine(model_dirs["llama"], dtype="float32", max_prefill_tokens=25, poison_dropped_pages=True)
+    first = engine.stream([request(20, 1, max_tokens=30), Request(tokens(20, 2), Broken())])
+    next(first)
+    with pytest.raises(ArithmeticError, match="a mistake of its author"):
+        next(engine.stream([request(20, 3)]))
+    with pytest.raises(ArithmeticError, match="a mistake of its author"):
+        list(first)
+    engine.check()
+    assert engine.memory.pool.num_used == 0
+    assert engine.generate([request(20, 3)])[0].finish_reason == "length"
 
 
 def test_freezing_too_much_or_nothing_is_refused(model_dirs: dict[str, Path]):

@@ -58,6 +58,18 @@ def test_pages_that_a_request_uses_as_well_do_not_count_as_freed():
     assert pool.num_used == 1
 
 
+def test_sheddable_pages_are_those_that_nobody_else_holds():
+    pool = PagePool(8, 16)
+    frozen = FrozenPool(pool)
+    pages = filled(pool, 3)
+    frozen.insert("one", "a", pages)
+    frozen.insert("two", "a", pages[:1])  # twice, but by this namespace only
+    assert frozen.num_sheddable("a") == 3
+    frozen.insert("three", "b", pages[1:2])
+    pool.acquire(pages[2:])
+    assert (frozen.num_sheddable("a"), frozen.num_sheddable("b")) == (1, 0)
+
+
 def test_a_tenant_cannot_shed_what_another_froze():
     pool = PagePool(4, 16)
     frozen = FrozenPool(pool, watermark=0.5)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache, slots_of
-from kvgraft.kv.pages import PagePool
+from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
@@ -42,7 +42,7 @@ class Memory:
         grafts, whose sources hold pages, are given up (fallback `pool_pressure`).
 
         Raises:
-            MemoryError: the sequence cannot fit even then.
+            PoolExhausted: the sequence cannot fit even then.
         """
         start = time.perf_counter()
         hits = self._exact_hits(sequence)
@@ -55,7 +55,7 @@ class Memory:
             fits = self._pin(sequence, hits, matches, num_missing)
         if not fits and idle:
             num_frozen = sum(len(entry.pages) for entry in self.frozen.list())
-            raise MemoryError(
+            raise PoolExhausted(
                 f"{num_missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
                 f"({num_frozen} are frozen): the KV pool must be larger"
             )
@@ -117,14 +117,15 @@ class Memory:
         return pages
 
     def _pin(self, sequence: Sequence, hits: dict[int, int], matches: list[Match], num_missing: int) -> bool:
-        """Hold what the sequence reuses if `num_missing` more pages are free then; sheds frozen pages of its own."""
+        """Hold what the sequence reuses if `num_missing` more pages can be free then; sheds frozen pages of its own."""
         sources = sorted({int(page) for match in matches for page in match.pages})
         held = [*hits.values(), *sources]
+        namespace = sequence.request.namespace
         self.pool.acquire(held)
-        self.frozen.shed(sequence.request.namespace, num_missing)
-        if num_missing > self.pool.num_free:
+        if num_missing > self.pool.num_free + self.frozen.num_sheddable(namespace):
             self.pool.release(held)
             return False
+        self.frozen.shed(namespace, num_missing)
         self.pool.hit_counts[held] += 1
         self._pinned[sequence] = sources
         return True

@@ -13,6 +13,7 @@ from kvgraft.engine.prefill import NativePrefill
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kernels.dispatch import varlen_attention
 from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Full
@@ -40,8 +41,12 @@ class Scheduler:
         groups: dict[Policy, list[Sequence]] = {}
         for sequence in admitted:
             groups.setdefault(sequence.policy, []).append(sequence)
-        for policy, sequences in groups.items():
-            self._prefill(policy, sequences)
+        try:
+            for policy, sequences in groups.items():
+                self._prefill(policy, sequences)
+        except BaseException:
+            self._requeue(admitted)
+            raise
         if decoding:
             self._decode(decoding)
         self._retire()
@@ -64,7 +69,7 @@ class Scheduler:
             try:
                 if not self.memory.admit(sequence, idle=not self.running):
                     break
-            except MemoryError as error:
+            except PoolExhausted as error:
                 self.waiting.popleft().finish("error", error=str(error))
                 continue
             sequence.report.stages["queue"] = started - sequence.submitted_at
@@ -72,6 +77,14 @@ class Scheduler:
             admitted.append(sequence)
             num_tokens += sequence.num_prompt
         return admitted
+
+    def _requeue(self, admitted: list[Sequence]) -> None:
+        """A policy failed: what has not been prefilled waits again, so that nobody decodes from unwritten pages."""
+        for sequence in reversed(admitted):
+            if sequence.first_token_pending:
+                self.running.remove(sequence)
+                self.memory.release(sequence)
+                self.waiting.appendleft(sequence)
 
     def _prefill(self, policy: Policy, sequences: list[Sequence]) -> None:
         """One pass over a batch; prompts whose grafts led to non-finite logits are recomputed in full."""

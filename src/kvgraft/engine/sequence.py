@@ -73,9 +73,14 @@ class Sequence:
         """Positions that hold KV once it has left prefill."""
         return len(self.tokens) - 1
 
+    @property
+    def first_token_pending(self) -> bool:
+        """Whether its prompt has not been answered yet."""
+        return len(self.tokens) == self.num_prompt
+
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
         """Take the next token, emit its text, and finish when an end is reached."""
-        if len(self.tokens) == self.num_prompt:
+        if self.first_token_pending:
             self.report.ttft_s = time.perf_counter() - self.submitted_at
             self.first_logits = logits.float().cpu() if self.request.return_logits else None
         self.tokens.append(token)

@@ -3,6 +3,7 @@
 It owns no memory: an entry is a name for pages of the common pool, each held by one reference.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,11 @@ class FrozenPool:
         if (namespace, name) not in self._entries:
             raise KeyError(f"no frozen entry {name!r} in namespace {namespace!r}")
         self.pool.release(self._entries.pop((namespace, name)).pages)
+
+    def num_sheddable(self, namespace: str) -> int:
+        """Pages that shedding everything of this namespace would free: those that nobody else holds."""
+        held = Counter(page for entry in self.list(namespace) for page in entry.pages)
+        return sum(int(self.pool.ref_counts[page]) == count for page, count in held.items())
 
     def shed(self, namespace: str, num_needed: int = 0) -> int:
         """Give this namespace's least-referenced pages back until `num_needed` more would leave use at the watermark.
