@@ -1,0 +1,115 @@
+"""What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage times."""
+
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.dispatch import attention_mass
+from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.plan import Plan
+
+
+class PagedPrefill(PrefillContext):
+    """One prefill pass over a paged cache.
+
+    Args:
+        slots: per prompt, int64 slots of its positions (at least its length), on the cache's device.
+        scale: of the attention logits.
+
+    Attributes:
+        stages: seconds spent in align, dense, select and sparse work.
+        computed: int64, per prompt the number of (token, layer) pairs computed.
+    """
+
+    def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
+        self.plan = plan
+        self.block_size = plan.block_size
+        self.stages: dict[str, float] = defaultdict(float)
+        self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self._slots = slots
+        self._scale = scale
+        self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
+
+    @abstractmethod
+    def _keys_at(self, index: int, slots: Tensor) -> Tensor:
+        """Keys in these slots: [n, Hkv, d]."""
+
+    @abstractmethod
+    def _values_at(self, index: int, slots: Tensor) -> Tensor:
+        """Values in these slots: [n, Hkv, d]."""
+
+    def query(self) -> Tensor:
+        return self._last_query()[2]
+
+    def keys(self, index: int, where: Tensor) -> Tensor:
+        return self._keys_at(index, self._slots_of(where))
+
+    def values(self, index: int, where: Tensor) -> Tensor:
+        return self._values_at(index, self._slots_of(where))
+
+    def scores(self, index: int, queries: Tensor) -> Tensor:
+        """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""
+        computed_at, where, query = self._last_query()
+        if computed_at != index or bool((queries & ~where).any()):
+            raise ValueError(f"layer {index} has no queries for these tokens: its last queries are of {computed_at}")
+        with self._timed("select"):
+            scores = torch.zeros(self.plan.num_tokens)
+            chosen = queries[where]  # bool [n]
+            for prompt, slots in zip(self.plan.prompts, self._slots, strict=True):
+                if not self.plan.grafted[prompt].any():
+                    continue
+                before = int(where[: prompt.start].sum())
+                mine = slice(before, before + int(where[prompt].sum()))
+                positions = self.plan.positions[prompt][queries[prompt]].to(slots.device)
+                keys = self._keys_at(index, slots[: prompt.stop - prompt.start])
+                scores[prompt] = attention_mass(query[mine][chosen[mine]], keys, positions, self._scale).cpu()
+            return scores
+
+    def last_hidden(self, hidden: Hidden) -> Tensor:
+        """States of the last token of every prompt: [num_prompts, ...].
+
+        Raises:
+            ValueError: the policy did not compute one of them.
+        """
+        last = torch.tensor([prompt.stop - 1 for prompt in self.plan.prompts])
+        if not bool(hidden.where[last].all()):
+            raise ValueError("the policy returned no hidden state for the last token of a prompt")
+        return hidden.states[hidden.where.cumsum(0)[last] - 1]
+
+    def _rows_of(self, where: Tensor) -> list[Tensor]:
+        """Per prompt the positions that are set in `where` bool [T]."""
+        return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
+
+    def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Source slots, target slots and shifts of the grafted tokens, int64 [g] on the cache's device."""
+        own = torch.cat([slots[:length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)])  # [T]
+        source, shifts = self.plan.graft_sources.to(own.device), self.plan.graft_shifts.to(own.device)
+        return source, own[self.plan.graft_targets.to(own.device)], shifts
+
+    def _stage(self, hidden: Hidden) -> str:
+        return "dense" if hidden.where.equal(self.plan.active) else "sparse"
+
+    def _slots_of(self, where: Tensor) -> Tensor:
+        pairs = zip(self._slots, self.plan.prompts, strict=True)
+        return torch.cat([slots[: p.stop - p.start][where[p].to(slots.device)] for slots, p in pairs])
+
+    def _last_query(self) -> tuple[int, Tensor, Tensor]:
+        if self._query is None:
+            raise ValueError("no layer has been computed yet, so there are no queries")
+        return self._query
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self.stages[stage] += self._clock() - start
+
+    def _clock(self) -> float:
+        if self._slots[0].is_cuda:
+            torch.cuda.synchronize(self._slots[0].device)
+        return time.perf_counter()
