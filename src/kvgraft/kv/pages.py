@@ -50,6 +50,10 @@ class PagePool:
         """Pages that are referenced, frozen ones included."""
         return self.num_pages - self.num_free
 
+    def ref_count(self, page: int) -> int:
+        """How many references a page has."""
+        return int(self.ref_counts[page])
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages with one reference each, reclaiming the least recently used content."""
         if count > self.num_free:

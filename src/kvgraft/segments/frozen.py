@@ -6,8 +6,23 @@ It owns no memory: an entry is a name for pages of the common pool, each held by
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from kvgraft.kv.pages import PagePool
+import numpy as np
+
+
+class PinnablePages(Protocol):
+    """What the frozen pool needs of a page pool; a host brings its own."""
+
+    hit_counts: np.ndarray  # int64 [pages], how often each page was reused
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_used(self) -> int: ...
+    def ref_count(self, page: int) -> int: ...
+    def acquire(self, pages: Sequence[int]) -> None: ...
+    def release(self, pages: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class FrozenPool:
         capacity: share of the pool (0 to 1] that frozen pages may take altogether.
     """
 
-    def __init__(self, pool: PagePool, watermark: float = 0.9, capacity: float = 0.5) -> None:
+    def __init__(self, pool: PinnablePages, watermark: float = 0.9, capacity: float = 0.5) -> None:
         for name, share in (("watermark", watermark), ("capacity", capacity)):
             if not 0.0 < share <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], got {share}")
@@ -71,7 +86,7 @@ class FrozenPool:
     def num_sheddable(self, namespace: str) -> int:
         """Pages that shedding everything of this namespace would free: those that nobody else holds."""
         held = Counter(page for entry in self.list(namespace) for page in entry.pages)
-        return sum(int(self.pool.ref_counts[page]) == count for page, count in held.items())
+        return sum(self.pool.ref_count(page) == count for page, count in held.items())
 
     def shed(self, namespace: str, num_needed: int = 0) -> int:
         """Give this namespace's least-referenced pages back until `num_needed` more would leave use at the watermark.
@@ -87,7 +102,7 @@ class FrozenPool:
             entry = self._entries[namespace, name]
             pages = tuple(p for p in entry.pages if p != page)
             self._entries[namespace, name] = replace(entry, pages=pages, num_shed=entry.num_shed + 1)
-            excess -= int(self.pool.ref_counts[page] == 1)
+            excess -= self.pool.ref_count(page) == 1
             self.pool.release([page])
             num_shed += 1
         self._entries = {key: entry for key, entry in self._entries.items() if entry.pages}
