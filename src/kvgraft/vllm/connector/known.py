@@ -1,0 +1,148 @@
+"""What has been read and can be grafted: virtual blocks, frozen blocks, pins, all in vLLM's own block pool."""
+
+from typing import Any
+
+import numpy as np
+
+from kvgraft.prefill.plan import Plan
+from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.index import Lineage, VirtualBlockIndex
+from kvgraft.vllm.connector.tracked import Candidate, Tracked
+from kvgraft.vllm.options import Control
+from kvgraft.vllm.pool import SharedPool
+
+
+class KnownText:
+    """Finds known text for a prompt and names what requests have read.
+
+    Args:
+        kv_cache_manager: vLLM's, with one group of full attention.
+        approximate_sources: let content computed after grafts be grafted again.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: Any,
+        block_size: int,
+        approximate_sources: bool,
+        watermark: float,
+        frozen_capacity: float,
+    ) -> None:
+        self.pool = SharedPool(kv_cache_manager.block_pool)
+        self.index = VirtualBlockIndex(block_size, self.pool.is_live)
+        self.frozen = FrozenPool(self.pool, watermark, frozen_capacity)
+        self.block_size = block_size
+        self.approximate_sources = approximate_sources
+
+    def find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
+        """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
+
+        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live.
+        """
+        kept = tracked.candidate
+        tokens = np.array(tracked.request.all_token_ids, np.int64)
+        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
+            return kept
+        free = np.ones(len(tokens), bool)
+        free[:num_prefix] = False
+        matches = self.index.match(tokens, tracked.scope, free=free, allow_approximate=self.approximate_sources)
+        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
+        if not plan.graft_targets.numel():
+            return None
+        sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
+        return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
+
+    def make_room(self, tracked: Tracked, num_blocks: int) -> None:
+        """Shed frozen blocks of the request's own namespace if num_blocks more would pass the watermark."""
+        self.frozen.shed(tracked.namespace, num_blocks)
+
+    def pin(self, candidate: Candidate) -> None:
+        """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
+        self.pool.acquire(candidate.sources)
+
+    def offer(self, tracked: Tracked, blocks: list[int], num_tokens: int) -> None:
+        """Name the full blocks of the first num_tokens tokens that were not named before.
+
+        Blocks that hold or follow grafts are named only with `approximate_sources`.
+        """
+        first, stop = tracked.num_offered, min(num_tokens // self.block_size, len(blocks))
+        if not self.approximate_sources:
+            stop = min(stop, tracked.first_approximate // self.block_size)
+        if stop <= first:
+            return
+        versions = self.pool.versions(blocks[first:stop])
+        if not versions.all():  # from here on vLLM does not know the content (yet)
+            stop = first + int(np.flatnonzero(versions == 0)[0])
+            versions = versions[: stop - first]
+        tokens = np.array(tracked.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
+        exact = min(max(tracked.first_approximate // self.block_size - first, 0), stop - first)
+        for lineage, part in ((Lineage.EXACT, slice(0, exact)), (Lineage.APPROXIMATE, slice(exact, stop - first))):
+            self._name(tracked, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
+        tracked.num_offered = max(stop, first)
+
+    def apply(self, tracked: Tracked, blocks: list[int]) -> dict[str, Any]:
+        """Carry out a control request that has finished; returns the namespace's segments or the error."""
+        control, namespace = tracked.options, tracked.namespace
+        if not isinstance(control, Control):
+            raise TypeError(f"{control!r} is no control operation")
+        if control.op == "freeze":
+            num_blocks = tracked.request.num_prompt_tokens // self.block_size
+            if not num_blocks:
+                return _error(400, f"nothing to freeze: the text fills no block of {self.block_size} tokens")
+            try:
+                self.frozen.insert(control.name, namespace, blocks[:num_blocks])
+            except ValueError as error:
+                return _error(409, str(error))
+        elif control.op == "delete":
+            try:
+                self.frozen.delete(control.name, namespace)
+            except KeyError:
+                return _error(404, f"no frozen segment {control.name!r}")
+        return {"segments": [self._describe(entry) for entry in self.frozen.list(namespace)]}
+
+    def clear(self) -> None:
+        """Let go of everything; vLLM is about to forget all content."""
+        for entry in self.frozen.list():
+            self.frozen.delete(entry.name, entry.namespace)
+
+    def _name(
+        self,
+        tracked: Tracked,
+        pages: list[int],
+        versions: np.ndarray,
+        tokens: np.ndarray,
+        first: int,
+        part: slice,
+        lineage: Lineage,
+    ) -> None:
+        if not pages:
+            return
+        size = self.block_size
+        ids = self.index.insert(
+            tokens[part.start * size : part.stop * size],
+            np.array(pages),
+            versions,
+            source=tracked.source,
+            source_start=(first + part.start) * size,
+            scope=tracked.scope,
+            lineage=lineage,
+            after=tracked.last_entry,
+        )
+        tracked.last_entry = int(ids[-1])
+        tracked.num_sources += int((ids >= 0).sum())
+
+    def _is_live(self, candidate: Candidate) -> bool:
+        return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())
+
+    def _describe(self, entry: Any) -> dict[str, Any]:
+        return {
+            "name": entry.name,
+            "num_tokens": len(entry.pages) * self.block_size,
+            "num_blocks": len(entry.pages),
+            "num_shed": entry.num_shed,
+            "hits": int(self.pool.hit_counts[list(entry.pages)].max(initial=0)),
+        }
+
+
+def _error(status: int, text: str) -> dict[str, Any]:
+    return {"error": text, "status": status}

@@ -1,0 +1,305 @@
+"""What runs beside vLLM's scheduler: finds known text, plans, guards exactness, and hands out the work."""
+
+import hashlib
+import itertools
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.segments.keys import scope_digest
+from kvgraft.vllm.compat import nonce_hash, on_cache_reset
+from kvgraft.vllm.connector.known import KnownText
+from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
+from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.connector.tracked import NEVER, Candidate, Tracked
+from kvgraft.vllm.options import KEY, Control, RequestOptions
+from kvgraft.vllm.recovery import Job, Outcome
+from kvgraft.vllm.stats import Stats
+
+logger = logging.getLogger("kvgraft")
+MAX_SPANS = 64  # of a report
+
+
+class SchedulerSide:
+    """Follows every request from arrival to end."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.settings = Settings.parse(
+            (config.kv_transfer_config.kv_connector_extra_config or {}) if config.kv_transfer_config else {}
+        )
+        self.default_policy = parse_policy(self.settings.policy)
+        self.known: KnownText
+        self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
+        self._block_size = int(config.cache_config.block_size)
+        self._num_layers = config.model_config.get_num_layers(config.parallel_config)
+        self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._requests: dict[str, Tracked] = {}
+        self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
+        self._jobs: list[Job] = []
+        self._cancelled: set[str] = set()
+        self._num_recovering = 0
+        self._offered = False  # in this scheduling step
+        self._sources = itertools.count()
+        self._stats = Stats()
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Called once, before the first request."""
+        settings = self.settings
+        self._manager = kv_cache_manager
+        self.known = KnownText(
+            kv_cache_manager,
+            self._block_size,
+            settings.approximate_sources,
+            settings.watermark,
+            settings.frozen_capacity,
+        )
+        on_cache_reset(kv_cache_manager, self.forget_everything)
+
+    def on_new_request(self, request: Any) -> None:
+        """Take note of a request; one whose parameters are wrong is served without reuse."""
+        scope = scope_digest(self._model, request.cache_salt or "")
+        options, refusal = self._parse(request)
+        self._requests[request.request_id] = Tracked(request, options, scope, next(self._sources), refusal)
+
+    def match(self, request: Any, num_prefix: int) -> tuple[int, bool]:
+        """How many tokens behind vLLM's exact hits this connector provides: all of them, or none.
+
+        May be called in every step while a request waits. Sources are pinned here and unpinned at the end of the
+        scheduling step if the request was not admitted.
+        """
+        started = time.perf_counter()
+        tracked = self._requests[request.request_id]
+        self._offer_running()
+        num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
+        self.known.make_room(tracked, num_missing)
+        tracked.reason, tracked.candidate = self._choose(tracked, num_prefix, num_missing)
+        tracked.report.stages["match"] = time.perf_counter() - started
+        if tracked.candidate is None:
+            return 0, False
+        self._tentative[tracked.id] = tracked.candidate.sources
+        return request.num_tokens - num_prefix, True
+
+    def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
+        """vLLM has allocated the request's blocks; called again, without anything to load, after the recovery."""
+        tracked = self._requests[request.request_id]
+        candidate, sources = tracked.candidate, self._tentative.pop(tracked.id, [])
+        if num_external and candidate is not None:
+            self._start(tracked, candidate, sources, blocks)
+        elif sources:
+            self.known.pool.release(sources)
+        if not tracked.admitted:
+            self._account(tracked, candidate if num_external else None, request)
+        tracked.admitted, tracked.candidate = True, None
+
+    def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
+        """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
+        for sources in self._tentative.values():
+            self.known.pool.release(sources)
+        self._tentative.clear()
+        self._offered = False
+        spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
+        metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers)
+        self._jobs, self._cancelled = [], set()
+        return metadata
+
+    def on_outcomes(self, output: KVConnectorOutput) -> None:
+        """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
+        reported = output.kv_connector_worker_meta
+        outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
+        for request_id in output.finished_recving or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.recovering:
+                self._end_recovery(tracked, outcomes.get(request_id, Outcome("error")))
+
+    def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
+        """The request has ended: name what it leaves behind; returns what its response tells the client."""
+        tracked = self._requests[request.request_id]
+        tracked.finished = True
+        if tracked.recovering:  # aborted: its blocks and sources stay until the workers have let go
+            self._cancelled.add(tracked.id)
+            return None
+        del self._requests[tracked.id]
+        self._offer(tracked, blocks, request.num_computed_tokens)
+        if isinstance(tracked.options, Control):
+            return {KEY: self.known.apply(tracked, blocks)} if request.num_output_tokens else None
+        tracked.report.registered_blocks = tracked.num_sources
+        return tracked.report.as_params()
+
+    def forget_everything(self) -> None:
+        """vLLM resets its cache: frozen content goes too, it may be of old weights. Entries die with the hashes."""
+        self.known.clear()
+
+    def take_stats(self) -> Stats | None:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, Stats()
+        if stats.is_empty():
+            return None
+        pool, frozen = self.known.pool, self.known.frozen.list()
+        num_frozen = len({page for entry in frozen for page in entry.pages})
+        for state, value in (("used", pool.num_used), ("free", pool.num_free), ("frozen", num_frozen)):
+            stats.level("kvgraft:pool_blocks", state, value)
+        stats.level("kvgraft:frozen_segments", "", len(frozen))
+        stats.level("kvgraft:index_entries", "", len(self.known.index))
+        return stats
+
+    def _parse(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
+        """Options and, if it must not graft, the reason."""
+        default = RequestOptions(self.default_policy)
+        given = (request.kv_transfer_params or {}).get(KEY, {})
+        try:
+            if "control" in given:
+                return Control.parse(given["control"]), "control"
+            options = RequestOptions.parse(given, self.default_policy)
+        except (ValueError, TypeError, AttributeError) as error:
+            logger.warning("request %s is served without reuse: %s", request.request_id, error)
+            return default, "invalid_params"
+        return options, _refusal(request, options)
+
+    def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
+        """A pinned plan, or why there is none."""
+        if tracked.refusal is not None:
+            return tracked.refusal, None
+        candidate = self.known.find(tracked, num_prefix)
+        if candidate is None:
+            return "no_known_text", None
+        if not self._is_worthwhile(candidate):
+            return "too_little_known", None
+        self.known.pin(candidate)
+        busy = self._num_recovering or any(other.admitted for other in self._requests.values())
+        if num_missing > self.known.pool.num_free and not busy:  # waiting would not help
+            self.known.pool.release(candidate.sources)
+            self._note_fallback(tracked, "pool_pressure")
+            return "pool_pressure", None
+        return None, candidate
+
+    def _is_worthwhile(self, candidate: Candidate) -> bool:
+        """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
+        num_grafted = candidate.plan.graft_targets.numel()
+        num_active = candidate.plan.num_tokens - candidate.num_prefix
+        return num_grafted >= max(self.settings.min_graft_tokens, self.settings.min_graft_share * num_active)
+
+    def _start(self, tracked: Tracked, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
+        """Hand the recovery to the workers and hide everything approximate from exact lookups."""
+        request, options = tracked.request, tracked.options
+        if not isinstance(options, RequestOptions):
+            raise TypeError("a control request never grafts")
+        tracked.pinned, tracked.recovering = sources, True
+        self._num_recovering += 1
+        self.known.pool.hit_counts[sources] += 1
+        tracked.first_approximate = min(tracked.first_approximate, candidate.first_graft)
+        tracked.num_offered, tracked.last_entry = 0, -1
+        self._hide(tracked, candidate.first_graft // self._block_size)
+        tokens = torch.tensor(request.all_token_ids[:], dtype=torch.int64).numpy()
+        table = torch.tensor(blocks, dtype=torch.int64).numpy()
+        self._jobs.append(Job(tracked.id, options.policy, candidate.plan, tokens, table))
+
+    def _hide(self, tracked: Tracked, first_block: int) -> None:
+        """Give blocks from first_block on hashes that no content has; hashes of generated blocks chain from them."""
+        hashes = tracked.request.block_hashes
+        if tracked.hashes is None:
+            tracked.hashes = (first_block, list(hashes[first_block:]))
+        nonce = os.urandom(32)
+        for block in range(first_block, len(hashes)):
+            hashes[block] = nonce_hash(hashlib.sha256(nonce + block.to_bytes(8, "little")).digest())
+
+    def _reveal(self, tracked: Tracked) -> None:
+        """The request is computed in full after all: vLLM's own hashes stand again."""
+        if tracked.hashes is not None:
+            first, hashes = tracked.hashes
+            del tracked.request.block_hashes[first:]
+            tracked.request.block_hashes.extend(hashes)
+            tracked.request.update_block_hashes()
+        tracked.hashes, tracked.first_approximate = None, NEVER
+
+    def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
+        self.known.pool.release(tracked.pinned)
+        tracked.pinned, tracked.recovering = [], False
+        self._num_recovering -= 1
+        if tracked.finished:
+            del self._requests[tracked.id]
+            self._stats.add("kvgraft:fallbacks_total", "aborted")
+            return
+        report = tracked.report
+        if outcome.failure is not None:
+            tracked.refusal = outcome.failure
+            self._reveal(tracked)
+            self._note_fallback(tracked, outcome.failure)
+            report.fresh_tokens += report.grafted_tokens
+            report.grafted_tokens, report.reason = 0, outcome.failure
+            return
+        report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
+        report.stages |= outcome.stages
+        self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
+        for stage, seconds in report.stages.items():
+            self._stats.observe("kvgraft:stage_seconds", stage, seconds)
+
+    def _account(self, tracked: Tracked, candidate: Candidate | None, request: Any) -> None:
+        """Report and count an admission, and correct vLLM's own count of cached tokens."""
+        report, options = tracked.report, tracked.options
+        num_prefix = candidate.num_prefix if candidate else self._num_prefix(request)
+        report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
+        report.prompt_tokens, report.prefix_tokens = request.num_tokens, num_prefix
+        report.grafted_tokens = candidate.plan.graft_targets.numel() if candidate else 0
+        report.fresh_tokens = report.prompt_tokens - num_prefix - report.grafted_tokens
+        report.reason = tracked.reason
+        report.spans = _spans(candidate, report.prompt_tokens, num_prefix)
+        if candidate is None:
+            report.computed_share = report.fresh_tokens / report.prompt_tokens
+            self._stats.add("kvgraft:misses_total", tracked.reason or "unknown")
+        elif request.prefill_stats is not None and not request.num_preemptions:
+            request.prefill_stats.set(report.prompt_tokens, num_prefix, report.grafted_tokens)
+        outcome = "grafted" if candidate else "off" if tracked.refusal else "prefix_only" if num_prefix else "miss"
+        self._stats.add("kvgraft:requests_total", outcome)
+        for kind in ("prefix", "grafted", "fresh"):
+            self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
+
+    def _num_prefix(self, request: Any) -> int:
+        return request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
+
+    def _note_fallback(self, tracked: Tracked, reason: str) -> None:
+        logger.warning("request %s is computed in full: %s", tracked.id, reason)
+        self._stats.add("kvgraft:fallbacks_total", reason)
+
+    def _offer_running(self) -> None:
+        """Once in a scheduling step: what running requests have computed of their prompts becomes known."""
+        if self._offered:
+            return
+        self._offered = True
+        for tracked in self._requests.values():
+            if tracked.admitted and not tracked.recovering and not tracked.finished:
+                num_tokens = min(tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens)
+                if num_tokens // self._block_size > tracked.num_offered:
+                    self._offer(tracked, self._manager.get_block_ids(tracked.id)[0], num_tokens)
+
+    def _offer(self, tracked: Tracked, blocks: list[int], num_computed: int) -> None:
+        self.known.offer(tracked, blocks, min(num_computed, tracked.request.num_tokens))
+
+
+def _refusal(request: Any, options: RequestOptions) -> str | None:
+    """Why a request must not graft, or None."""
+    checks = {
+        "off": not options.reuse,
+        "policy_full": not options.policy.uses_grafts,
+        "lora": request.lora_request is not None,
+        "multimodal": bool(request.mm_features),
+        "prompt_embeds": request.prompt_embeds is not None,
+        "prompt_logprobs": request.skip_reading_prefix_cache,
+        "pooling": request.pooling_params is not None,
+        "streaming_session": request.resumable,
+    }
+    return next((reason for reason, applies in checks.items() if applies), None)
+
+
+def _spans(candidate: Candidate | None, num_tokens: int, num_prefix: int) -> list[list[int | str]]:
+    if candidate is not None:
+        [spans] = candidate.plan.spans
+        return [[span.start, span.stop, span.kind.name.lower()] for span in spans[:MAX_SPANS]]
+    whole: list[list[int | str]] = [[0, num_prefix, "prefix"], [num_prefix, num_tokens, "fresh"]]
+    return [span for span in whole if span[0] != span[1]]

@@ -1,0 +1,45 @@
+"""The server's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvgraft.prefill.options import require_at_least, require_share
+from kvgraft.prefill.policies import parse_policy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How this server reuses.
+
+    Attributes:
+        policy: for requests that name none; `name` or `name:option=value,...`.
+        approximate_sources: let content computed after grafts be grafted again.
+        watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
+        frozen_capacity: share of the pool that frozen blocks may take.
+        min_graft_tokens, min_graft_share: grafts below either (of the tokens that vLLM has no exact hit for) are not
+            worth making the rest of the prompt approximate.
+    """
+
+    policy: str = "sparsex"
+    approximate_sources: bool = False
+    watermark: float = 0.9
+    frozen_capacity: float = 0.5
+    min_graft_tokens: int = 64
+    min_graft_share: float = 0.1
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "Settings":
+        """From a mapping; ValueError names a setting that does not exist or a value that is not allowed."""
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
+        settings = cls(**given)
+        parse_policy(settings.policy)
+        for name in ("watermark", "frozen_capacity", "min_graft_share"):
+            require_share(name, getattr(settings, name))
+        require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
+        if not isinstance(settings.approximate_sources, bool):
+            raise ValueError(f"approximate_sources must be true or false, got {settings.approximate_sources!r}")
+        return settings

@@ -1,0 +1,78 @@
+"""What the scheduler side knows of one request."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.options import Control, Report, RequestOptions
+
+NEVER = 1 << 62  # a position behind every token
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan that still has to be admitted, and what it holds true for.
+
+    Attributes:
+        sources: distinct pages that it grafts from, under `versions`.
+    """
+
+    plan: Plan
+    num_prefix: int
+    sources: list[int]
+    versions: np.ndarray  # int64 [len(sources)]
+
+    @property
+    def first_graft(self) -> int:
+        """Position of the first grafted token."""
+        return int(self.plan.graft_targets[0])
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One request from its arrival until its blocks are given back.
+
+    Attributes:
+        request: vLLM's own object.
+        options: what it asked for; a `Control` is an operation on the frozen pool.
+        scope: root of all keys of its content.
+        source: identity of its content in the index.
+        refusal: why it must not graft, or None.
+        reason: why nothing was grafted so far.
+        candidate: the plan that was made while it waits.
+        pinned: source pages held until its recovery has ended.
+        hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
+        first_approximate: first token whose KV is not exact.
+        num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
+        num_sources: entries that this request added.
+    """
+
+    request: Any
+    options: RequestOptions | Control
+    scope: bytes
+    source: int
+    refusal: str | None = None
+    reason: str | None = None
+    candidate: Candidate | None = None
+    pinned: list[int] = field(default_factory=list)
+    hashes: tuple[int, list[Any]] | None = None
+    recovering: bool = False
+    finished: bool = False
+    admitted: bool = False
+    first_approximate: int = NEVER
+    num_offered: int = 0
+    last_entry: int = -1
+    num_sources: int = 0
+    report: Report = field(default_factory=Report)
+
+    @property
+    def id(self) -> str:
+        """vLLM's request id."""
+        return str(self.request.request_id)
+
+    @property
+    def namespace(self) -> str:
+        """The isolation key, which vLLM folds into its own hashes too."""
+        return self.request.cache_salt or ""

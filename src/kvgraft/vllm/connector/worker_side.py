@@ -1,0 +1,48 @@
+"""What runs in each worker: recoveries, after the forward pass of every step."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvgraft.vllm.compat import ModelHost
+from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
+from kvgraft.vllm.recovery import Outcome, RecoveryQueue
+
+
+class WorkerSide:
+    """Recovers prompts into this rank's share of the cache."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._queue: RecoveryQueue | None = None
+        self._ended: dict[str, Outcome] = {}
+        self._reported: dict[str, Outcome] = {}
+
+    def attach(self, runner: Any) -> None:
+        """Give it the model; called by our worker class once the KV cache exists."""
+        limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
+        self._queue = RecoveryQueue(ModelHost(runner), max_batch_tokens=limit)
+
+    def step(self, metadata: Metadata) -> None:
+        """Take what is new and spend the step's budget.
+
+        Runs after the step's forward pass, since every load of this connector is asynchronous to vLLM: prefix blocks
+        and sources that the same step computes are there by now.
+        """
+        if self._queue is None:
+            raise RuntimeError("the worker class never attached its model runner")
+        self._queue.add(metadata.jobs)
+        self._queue.cancel(metadata.cancelled)
+        self._ended |= self._queue.advance(metadata.budget)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Requests whose blocks are complete; the failed ones among them are computed again by vLLM."""
+        self._reported, self._ended = self._ended, {}
+        failed = {name for name, outcome in self._reported.items() if outcome.failure}
+        return KVConnectorTransferResults(finished_recving=set(self._reported), failed_recving=failed)
+
+    def take_worker_metadata(self) -> WorkerMetadata | None:
+        """How those of the last `take_results` went."""
+        outcomes, self._reported = self._reported, {}
+        return WorkerMetadata(outcomes) if outcomes else None

@@ -1,0 +1,127 @@
+"""What a request may say about reuse, and what it is told: the one schema of the HTTP edge and the engine.
+
+A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `Report` in the same place.
+"""
+
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies import make_policy, parse_policy
+
+KEY = "kvgraft"  # in kv_transfer_params
+CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that front door and engine share
+MAX_NAME = 128  # characters of a namespace or a segment name
+_OWN_FIELDS = ("policy", "reuse", "namespace")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How one request wants its known text recovered.
+
+    Attributes:
+        policy: the method with its options.
+        reuse: False computes everything that is no exact prefix hit.
+        namespace: narrows the caller's own namespace; the front door folds it into `cache_salt`.
+    """
+
+    policy: Policy
+    reuse: bool = True
+    namespace: str = ""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], default: Policy) -> "RequestOptions":
+        """From `{"policy": name, "reuse": "auto" | "off", "namespace": text, <policy option>: value}`, all optional.
+
+        Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
+
+        Raises:
+            ValueError: a field that does not exist or a value that is not allowed; the message names it.
+        """
+        name, reuse, namespace = given.get("policy"), given.get("reuse", "auto"), given.get("namespace", "")
+        if not (name is None or isinstance(name, str)):
+            raise ValueError(f"policy must be a string, got {name!r}")
+        if reuse not in ("auto", "off"):
+            raise ValueError(f"reuse must be 'auto' or 'off', got {reuse!r}")
+        check_name("namespace", namespace, may_be_empty=True)
+        base = default if name in (None, default.name) else parse_policy(str(name))
+        options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
+        known = [f.name for f in fields(base)]
+        for option in options:
+            if option not in known:
+                raise ValueError(f"no field {option!r}: allowed are {', '.join([*_OWN_FIELDS, *known])}")
+        policy = make_policy(base.name, {**asdict(base), **options}) if options else base
+        return cls(policy, reuse == "auto", namespace)
+
+
+@dataclass(frozen=True)
+class Control:
+    """An operation on the frozen pool, sent by the front door as a request of its own: the one way into the engine
+    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored."""
+
+    op: str  # freeze | delete | list
+    name: str = ""
+
+    @classmethod
+    def parse(cls, given: Any) -> "Control":
+        """From `{"op": ..., "name": ..., "token": ...}`; the token proves that the front door sent it.
+
+        Raises:
+            ValueError: a wrong token or an operation that does not exist.
+        """
+        if not isinstance(given, Mapping) or not given.keys() <= {"op", "name", "token"}:
+            raise ValueError("control must have op, name and token")
+        token, expected = str(given.get("token", "")), os.environ.get(CONTROL_TOKEN, "")
+        if not expected or not hmac.compare_digest(token.encode(), expected.encode()):
+            raise ValueError("control operations come from the front door only")
+        control = cls(str(given.get("op")), str(given.get("name", "")))
+        if control.op not in ("freeze", "delete", "list"):
+            raise ValueError(f"op must be freeze, delete or list, got {control.op!r}")
+        return control
+
+    def as_params(self) -> dict[str, Any]:
+        """The `kv_transfer_params` of the request that carries it."""
+        return {KEY: {"control": {**asdict(self), "token": os.environ.get(CONTROL_TOKEN, "")}}}
+
+
+@dataclass
+class Report:
+    """What became of one prompt; `as_params` puts it into the response's `kv_transfer_params`.
+
+    Attributes:
+        policy: with its options, as text.
+        prompt_tokens: prefix + grafted + fresh.
+        prefix_tokens: exact hits.
+        grafted_tokens: aligned copies of known text; `recomputed_tokens` of them computed again in the last layer.
+        fresh_tokens: held by no cache.
+        computed_share: (token, layer) pairs computed, as a share of those of full prefill.
+        spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
+        reason: why nothing was grafted, or None.
+        stages: seconds in match, queue, align, dense, select, sparse.
+        registered_blocks: blocks that later requests can graft from.
+    """
+
+    policy: str = ""
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    grafted_tokens: int = 0
+    recomputed_tokens: int = 0
+    fresh_tokens: int = 0
+    computed_share: float = 1.0
+    spans: list[list[int | str]] = field(default_factory=list)
+    reason: str | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    registered_blocks: int = 0
+
+    def as_params(self) -> dict[str, Any]:
+        """`{"kvgraft": {...}}`."""
+        return {KEY: asdict(self)}
+
+
+def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:
+    """Raise ValueError unless value is a printable string of at most 128 characters."""
+    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isprintable() or not (value or may_be_empty):
+        raise ValueError(f"{what} must be a printable string of 1 to {MAX_NAME} characters, got {str(value)[:40]!r}")

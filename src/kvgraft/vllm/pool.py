@@ -1,0 +1,58 @@
+"""vLLM's block pool as our own code sees pages: virtual and frozen blocks live in it, nothing is copied."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class SharedPool:
+    """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
+
+    Attributes:
+        hit_counts: int64 [pages], how often each page was a graft source.
+    """
+
+    def __init__(self, blocks: Any) -> None:
+        self._pool = blocks  # vllm.v1.core.block_pool.BlockPool
+        self.hit_counts = np.zeros(blocks.num_gpu_blocks, np.int64)
+
+    @property
+    def num_pages(self) -> int:
+        """Without vLLM's null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated, among them cached ones that nobody holds."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_used(self) -> int:
+        """Pages that someone holds."""
+        return self.num_pages - self.num_free
+
+    def ref_count(self, page: int) -> int:
+        """How many hold this page."""
+        return int(self._pool.blocks[page].ref_cnt)
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Hold pages, so that they stay what they are."""
+        self._pool.touch([self._pool.blocks[page] for page in pages])
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back; the last of a text is reclaimed first."""
+        self._pool.free_blocks([self._pool.blocks[page] for page in reversed(pages)])
+
+    def versions(self, pages: Iterable[int]) -> np.ndarray:
+        """int64 [n]; 0 for a page that holds no full block that vLLM knows by its hash."""
+        blocks = self._pool.blocks
+        return np.array([_version(blocks[page].block_hash) for page in pages], np.int64)
+
+    def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
+        """bool [n]: whether each page still holds what it held under that version."""
+        return (self.versions(pages.tolist()) == versions) & (versions != 0)
+
+
+def _version(block_hash: bytes | None) -> int:
+    return 0 if block_hash is None else int.from_bytes(block_hash[:8], "little", signed=True)

@@ -1,0 +1,152 @@
+"""vLLM's side of the prefill protocol: policies run through the stock decoder layers and the stock paged attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.kv.rope import rotate
+from kvgraft.prefill.context import Hidden
+from kvgraft.prefill.paged import PagedPrefill
+from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.compat import ModelHost
+
+ALIGN_TOKENS = 4096  # copied at a time, so that aligning needs little memory
+ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
+
+
+@dataclass
+class Chunk:
+    """Rows [start, stop) of what a layer computes; `metadata` is made when first needed and after every pause."""
+
+    rows: slice
+    positions: Tensor  # int64 [n]
+    slots: Tensor  # int64 [n]
+    runs: list[tuple[int, int, int]]  # prompt, first position, stop position
+    metadata: Any = None
+
+
+class VllmPrefill(PagedPrefill):
+    """One recovery inside vLLM. Hidden states are [n, 2, D]: vLLM's hidden state and residual.
+
+    Rows go through a layer in chunks of at most `host.max_rows`, the number for which vLLM has measured its own
+    memory; beside that a recovery of T tokens holds at most 4 D + 2 Hq d numbers a token.
+
+    Args:
+        token_ids: int64 [T], the prompts of `plan` end to end.
+        tables: per prompt its physical blocks, int [b].
+        spend: called before work with its cost in tokens (of one layer); True if other work of vLLM came between.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        plan: Plan,
+        token_ids: Tensor,
+        tables: Sequence[np.ndarray],
+        spend: Callable[[int], bool] = lambda tokens: False,
+    ) -> None:
+        offsets = np.arange(plan.block_size)
+        slots = [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()) for table in tables]
+        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
+        self.num_layers = host.num_layers
+        self.num_kv_heads = host.num_kv_heads
+        self._host = host
+        self._token_ids = token_ids
+        self._tables = tables
+        self._spend = spend
+        self._where: Tensor | None = None
+        self._chunks: list[Chunk] = []
+        self._counts = torch.zeros(0, dtype=torch.int64)
+
+    def embed(self, where: Tensor) -> Hidden:
+        states = self._host.embed(self._token_ids[where].to(self._host.device))
+        return Hidden(torch.stack((states, torch.zeros_like(states)), dim=1), where)
+
+    def graft(self, layers: range) -> None:
+        if not self.plan.graft_targets.numel():
+            return
+        source, target, shifts = self._graft_slots()
+        for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
+            blocks, local = self._host.blocks_of(old)
+            cos, sin = self._host.rope.table(shift)
+            for index in layers:
+                self._spend(old.numel() // ALIGN_COST)
+                with self._timed("align"):
+                    keys, values = self._host.read_blocks(index, blocks, local)
+                    self._host.write(index, rotate(keys, cos, sin), values, new)
+
+    def layer(self, index: int, hidden: Hidden) -> Hidden:
+        stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
+        states, queries = torch.empty_like(hidden.states), []
+        for chunk in chunks:
+            if self._spend(chunk.positions.numel()):
+                self._forget_metadata()
+            with self._timed(stage):
+                chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
+                before = self._inputs(index, hidden.states[chunk.rows])
+                after = self._host.run_layer(index, chunk.metadata, chunk.slots, chunk.positions, *before)
+                states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
+                queries.append(after[2])
+        self.computed += self._counts
+        self._query = (index, hidden.where, torch.cat(queries))
+        return hidden.with_states(states)
+
+    def project(self, index: int, hidden: Hidden) -> None:
+        queries = []
+        for chunk in self._chunks_of(hidden.where):
+            with self._timed("select"):
+                before = self._inputs(index, hidden.states[chunk.rows])
+                queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
+        self._query = (index, hidden.where, torch.cat(queries))
+
+    def scores(self, index: int, queries: Tensor) -> Tensor:
+        """As in the protocol, over the heads of all tensor-parallel ranks."""
+        return self._host.agree(super().scores(index, queries)).cpu()
+
+    def _keys_at(self, index: int, slots: Tensor) -> Tensor:
+        return self._host.read(index, slots)[0]
+
+    def _values_at(self, index: int, slots: Tensor) -> Tensor:
+        return self._host.read(index, slots)[1]
+
+    def _inputs(self, index: int, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Copies, since vLLM's fused norms write to what they are given; the first layer has no residual yet."""
+        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
+        return hidden, residual if index else None
+
+    def _chunks_of(self, where: Tensor) -> list[Chunk]:
+        if self._where is None or not self._where.equal(where):
+            positions = self._rows_of(where)
+            self._where, self._chunks = where, self._cut(positions)
+            self._counts = torch.tensor([p.numel() for p in positions])
+        return self._chunks
+
+    def _cut(self, positions: Sequence[Tensor]) -> list[Chunk]:
+        device, total = self._host.device, sum(p.numel() for p in positions)
+        where = torch.cat(list(positions)).to(device)
+        slots = torch.cat([s[p.to(device)] for s, p in zip(self._slots, positions, strict=True)])
+        prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
+        edges = [*range(0, total, self._host.max_rows), total]
+        flat = torch.cat(list(positions)).numpy()
+        chunks = []
+        for first, stop in pairwise(edges):
+            runs = _runs(prompts[first:stop], flat[first:stop])
+            chunks.append(Chunk(slice(first, stop), where[first:stop], slots[first:stop], runs))
+        return chunks
+
+    def _forget_metadata(self) -> None:
+        """What a backend prepared may point into buffers that other steps have used since."""
+        for chunk in self._chunks:
+            chunk.metadata = None
+
+
+def _runs(prompts: np.ndarray, positions: np.ndarray) -> list[tuple[int, int, int]]:
+    """(prompt, first position, stop position) of the maximal runs of consecutive positions of one prompt."""
+    cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(prompts) != 0)) + 1
+    edges = [0, *cuts.tolist(), len(positions)]
+    return [(int(prompts[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairwise(edges) if a < b]

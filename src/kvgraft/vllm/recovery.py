@@ -1,0 +1,138 @@
+"""Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each step of vLLM."""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from greenlet import getcurrent, greenlet
+
+from kvgraft.prefill.context import Hidden, Policy
+from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.compat import ModelHost
+from kvgraft.vllm.prefill import VllmPrefill
+
+logger = logging.getLogger("kvgraft")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What the scheduler side asks for: recover one prompt into its own blocks."""
+
+    request_id: str
+    policy: Policy
+    plan: Plan
+    token_ids: np.ndarray  # int64 [T]
+    blocks: np.ndarray  # int64 [ceil(T / block_size)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None."""
+
+    failure: str | None = None
+    computed_share: float = 0.0
+    recomputed_tokens: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class Batch:
+    """Jobs of one policy, recovered together. Runs in a greenlet of its own, so that a policy can be paused anywhere
+    without knowing of it: same thread, same tensors, no locks."""
+
+    def __init__(self, host: ModelHost, jobs: list[Job]) -> None:
+        self.jobs = jobs
+        self.outcomes: dict[str, Outcome] | None = None
+        self._host = host
+        self._budget = 0
+        self._task = greenlet(self._run)
+
+    def advance(self, budget: int) -> int:
+        """Work until done or until budget (token-layers) is spent; returns what is left of it."""
+        self._budget = budget
+        self._task.parent = getcurrent()
+        self._task.switch()
+        return max(self._budget, 0)
+
+    def drop(self) -> None:
+        """End it; whatever it has written so far is garbage."""
+        if self._task and not self._task.dead:
+            self._task.throw()
+
+    def _spend(self, tokens: int) -> bool:
+        paused = self._budget <= 0
+        while self._budget <= 0:
+            self._task.parent.switch()
+        self._budget -= tokens
+        return paused
+
+    def _run(self) -> None:
+        plan = Plan.batch([job.plan for job in self.jobs])
+        tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
+        ctx = VllmPrefill(self._host, plan, tokens, [job.blocks for job in self.jobs], self._spend)
+        try:
+            hidden = self.jobs[0].policy.recover(ctx)
+            finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
+        except Exception:
+            logger.exception("recovery of %d prompts failed: they are computed in full", len(self.jobs))
+            self.outcomes = {job.request_id: Outcome("error") for job in self.jobs}
+            return
+        self.outcomes = {
+            job.request_id: self._outcome(ctx, hidden, number, ok)
+            for number, (job, ok) in enumerate(zip(self.jobs, finite, strict=True))
+        }
+
+    def _outcome(self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool) -> Outcome:
+        prompt = ctx.plan.prompts[number]
+        share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
+        recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
+        return Outcome(None if finite else "non_finite", share, recomputed, dict(ctx.stages))
+
+
+class RecoveryQueue:
+    """All recoveries of one worker.
+
+    Args:
+        max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is a batch of its
+            own); this bounds the memory of a recovery.
+    """
+
+    def __init__(self, host: ModelHost, max_batch_tokens: int) -> None:
+        self._host = host
+        self._max_batch_tokens = max_batch_tokens
+        self._batches: deque[Batch] = deque()
+        self._cancelled: set[str] = set()
+
+    def add(self, jobs: list[Job]) -> None:
+        """Queue jobs; neighbours of one policy share a batch."""
+        batch: list[Job] = []
+        for job in jobs:
+            total = sum(len(other.token_ids) for other in [*batch, job])
+            if batch and (job.policy != batch[0].policy or total > self._max_batch_tokens):
+                self._batches.append(Batch(self._host, batch))
+                batch = []
+            batch.append(job)
+        if batch:
+            self._batches.append(Batch(self._host, batch))
+
+    def cancel(self, request_ids: set[str]) -> None:
+        """Nobody wants these any more; they end as cancelled, the others of their batch go on."""
+        self._cancelled |= request_ids
+
+    @torch.inference_mode()
+    def advance(self, budget: int) -> dict[str, Outcome]:
+        """Spend budget (token-layers), oldest batch first; returns the outcomes of what has ended."""
+        ended: dict[str, Outcome] = {}
+        while self._batches and budget > 0:
+            batch = self._batches[0]
+            if all(job.request_id in self._cancelled for job in batch.jobs):
+                batch.drop()
+                batch.outcomes = {job.request_id: Outcome("aborted") for job in batch.jobs}
+            else:
+                budget = batch.advance(budget)
+            if batch.outcomes is not None:
+                ended |= batch.outcomes
+                self._batches.popleft()
+        self._cancelled -= ended.keys()
+        return ended

@@ -1,0 +1,113 @@
+"""Prometheus metrics under `kvgraft:`; they travel with vLLM's own statistics, one payload per scheduler step."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric with at most one label of its own, besides vLLM's `model_name` and `engine`."""
+
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    help: str
+    label: str | None = None
+
+
+METRICS = {
+    "kvgraft:requests_total": Metric(
+        Counter, "Admitted requests by outcome: grafted, prefix_only, miss, off.", "outcome"
+    ),
+    "kvgraft:tokens_total": Metric(Counter, "Prompt tokens by kind: prefix, grafted, recomputed, fresh.", "kind"),
+    "kvgraft:misses_total": Metric(Counter, "Requests that grafted nothing, by reason.", "reason"),
+    "kvgraft:fallbacks_total": Metric(Counter, "Requests whose grafts were given up, by reason.", "reason"),
+    "kvgraft:stage_seconds": Metric(Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"),
+    "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
+    "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),
+    "kvgraft:index_entries": Metric(Gauge, "Virtual blocks in the index, live and stale."),
+}
+BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Stats(KVConnectorStats):
+    """What happened since the last payload: `data[metric][label value]` is a count, a level, or a list of seconds."""
+
+    def add(self, metric: str, label: str = "", amount: float = 1) -> None:
+        """Count something."""
+        counts = self.data.setdefault(metric, {})
+        counts[label] = counts.get(label, 0) + amount
+
+    def observe(self, metric: str, label: str, seconds: float) -> None:
+        """One observation of a histogram."""
+        self.data.setdefault(metric, {}).setdefault(label, []).append(seconds)
+
+    def level(self, metric: str, label: str, value: float) -> None:
+        """What a gauge shows now."""
+        self.data.setdefault(metric, {})[label] = value
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        """Add another payload; of a level the newer one counts."""
+        for metric, values in other.data.items():
+            for label, value in values.items():
+                mine = self.data.setdefault(metric, {})
+                mine[label] = value if METRICS[metric].kind is Gauge or label not in mine else mine[label] + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number for each metric and label, for vLLM's log line: histograms as their mean."""
+        return {
+            f"{metric.removeprefix('kvgraft:')}{f'[{label}]' if label else ''}": (
+                sum(value) / len(value) if isinstance(value, list) else value
+            )
+            for metric, label, value in _items(self.data)
+        }
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics and feeds them from the payloads."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {}
+        for name, metric in METRICS.items():
+            extra: dict[str, Any] = {"buckets": BUCKETS} if metric.kind is Histogram else {}
+            labels = [*labelnames, *filter(None, [metric.label])]
+            self._metrics[name] = metric_types[metric.kind](
+                name=name, documentation=metric.help, labelnames=labels, **extra
+            )
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Record one payload of one engine."""
+        for name, label, value in _items(transfer_stats_data):
+            own = [label] if METRICS[name].label else []
+            metric = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *own)
+            kind = METRICS[name].kind
+            if kind is Counter:
+                metric.inc(value)
+            elif kind is Gauge:
+                metric.set(value)
+            else:
+                for seconds in value:
+                    metric.observe(seconds)
+
+
+def _items(data: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    for metric, values in data.items():
+        for label, value in values.items():
+            yield metric, label, value

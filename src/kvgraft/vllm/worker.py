@@ -1,0 +1,45 @@
+"""The worker class: vLLM's own for the platform, which also hands its model runner to the connector."""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.platforms import current_platform
+
+from kvgraft.vllm.connector import KVGraftConnector
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class KVGraftWorker(PlatformWorker):
+    """Start vLLM with `--worker-cls kvgraft.vllm.worker.KVGraftWorker`."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if isinstance(connector, KVGraftConnector):
+            with torch.inference_mode():
+                connector.worker_side.attach(self.model_runner)
+
+    def determine_available_memory(self) -> int:
+        """Leaves room for a recovery of the longest prompt, except where the size of the cache is given."""
+        available = int(super().determine_available_memory())
+        if self.cache_config.kv_cache_memory_bytes is not None or self.vllm_config.kv_transfer_config is None:
+            return available
+        return available - recovery_bytes(self.vllm_config)
+
+
+def recovery_bytes(config: Any) -> int:
+    """Upper bound of what a recovery holds beside vLLM's own activations, in bytes.
+
+    Per token two generations of (hidden, residual), the queries of a layer twice, the keys of a layer in float32.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
+    heads = model.get_num_attention_heads(parallel)
+    numbers = 4 * model.get_hidden_size() + 2 * heads * model.get_head_size()
+    keys = 4 * 2 * model.get_num_kv_heads(parallel) * model.get_head_size()  # float32, gathered and transposed
+    return int(tokens * (numbers * model.dtype.itemsize + keys))
