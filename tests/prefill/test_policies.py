@@ -1,6 +1,6 @@
 import pytest
 
-from kvgraft.prefill.policies import POLICIES, Full, SparseX, make_policy, parse_policy
+from kvgraft.prefill.policies import POLICIES, Full, Policy, SparseX, make_policy, parse_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -15,6 +15,11 @@ def test_options_are_parsed_as_shares_and_counts():
     assert parse_policy("sparsex:boundary=2,topk=0.25") == SparseX(boundary=2, topk=0.25)
     assert parse_policy("sparsex:boundary=0.2") == SparseX(boundary=0.2)
     assert parse_policy("full") == Full()
+
+
+@pytest.mark.parametrize("policy", [Full(), SparseX(), SparseX(boundary=0, topk=1e-05, overflow_blocks=2)], ids=str)
+def test_a_policy_is_written_as_it_is_read(policy: Policy):
+    assert parse_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize(

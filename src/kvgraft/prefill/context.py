@@ -6,7 +6,7 @@ A policy never sees block tables, cache layouts or model classes. A host (the na
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -93,6 +93,11 @@ class Policy(ABC):
 
     name: ClassVar[str]
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
+
+    def __str__(self) -> str:
+        """`name:option=value,...`, which `parse_policy` reads."""
+        options = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return f"{self.name}:{options}" if options else self.name
 
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:

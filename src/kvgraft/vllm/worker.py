@@ -6,6 +6,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
+from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.connector import KVGraftConnector
 
 if current_platform.is_cpu():
@@ -35,11 +36,13 @@ class KVGraftWorker(PlatformWorker):
 def recovery_bytes(config: Any) -> int:
     """Upper bound of what a recovery holds beside vLLM's own activations, in bytes.
 
-    Per token two generations of (hidden, residual), the queries of a layer twice, the keys of a layer in float32.
+    Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and values of a layer as
+    read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries.
     """
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
     heads = model.get_num_attention_heads(parallel)
-    numbers = 4 * model.get_hidden_size() + 2 * heads * model.get_head_size()
-    keys = 4 * 2 * model.get_num_kv_heads(parallel) * model.get_head_size()  # float32, gathered and transposed
-    return int(tokens * (numbers * model.dtype.itemsize + keys))
+    width = model.get_num_kv_heads(parallel) * model.get_head_size()
+    numbers = 4 * model.get_hidden_size() + 2 * heads * model.get_head_size() + 4 * width
+    float_numbers = 2 * width + 2 * SCORE_ROWS * heads
+    return int(tokens * (numbers * model.dtype.itemsize + float_numbers * torch.float32.itemsize))

@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.keys import scope_digest
@@ -24,7 +25,9 @@ from kvgraft.vllm.recovery import Job, Outcome
 from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
+RUNNING = RequestStatus.RUNNING
 MAX_SPANS = 64  # of a report
+SPARE_BLOCKS = 2  # that vLLM may want beside a request's own
 
 
 class SchedulerSide:
@@ -44,7 +47,6 @@ class SchedulerSide:
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
-        self._num_recovering = 0
         self._offered = False  # in this scheduling step
         self._sources = itertools.count()
         self._stats = Stats()
@@ -97,6 +99,7 @@ class SchedulerSide:
         if not tracked.admitted:
             self._account(tracked, candidate if num_external else None, request)
         tracked.admitted, tracked.candidate = True, None
+        tracked.num_offered, tracked.last_entry = 0, -1
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
@@ -172,12 +175,14 @@ class SchedulerSide:
         if not self._is_worthwhile(candidate):
             return "too_little_known", None
         self.known.pin(candidate)
-        busy = self._num_recovering or any(other.admitted for other in self._requests.values())
-        if num_missing > self.known.pool.num_free and not busy:  # waiting would not help
+        if num_missing + SPARE_BLOCKS > self.known.pool.num_free and not self._is_busy():  # waiting would not help
             self.known.pool.release(candidate.sources)
-            self._note_fallback(tracked, "pool_pressure")
             return "pool_pressure", None
         return None, candidate
+
+    def _is_busy(self) -> bool:
+        """Whether blocks will come free without this request's doing."""
+        return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
 
     def _is_worthwhile(self, candidate: Candidate) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
@@ -191,10 +196,8 @@ class SchedulerSide:
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
         tracked.pinned, tracked.recovering = sources, True
-        self._num_recovering += 1
         self.known.pool.hit_counts[sources] += 1
         tracked.first_approximate = min(tracked.first_approximate, candidate.first_graft)
-        tracked.num_offered, tracked.last_entry = 0, -1
         self._hide(tracked, candidate.first_graft // self._block_size)
         tokens = torch.tensor(request.all_token_ids[:], dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
@@ -221,7 +224,6 @@ class SchedulerSide:
     def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
         self.known.pool.release(tracked.pinned)
         tracked.pinned, tracked.recovering = [], False
-        self._num_recovering -= 1
         if tracked.finished:
             del self._requests[tracked.id]
             self._stats.add("kvgraft:fallbacks_total", "aborted")
@@ -252,7 +254,10 @@ class SchedulerSide:
         report.spans = _spans(candidate, report.prompt_tokens, num_prefix)
         if candidate is None:
             report.computed_share = report.fresh_tokens / report.prompt_tokens
-            self._stats.add("kvgraft:misses_total", tracked.reason or "unknown")
+            if tracked.reason == "pool_pressure":
+                self._note_fallback(tracked, "pool_pressure")
+            else:
+                self._stats.add("kvgraft:misses_total", tracked.reason or "unknown")
         elif request.prefill_stats is not None and not request.num_preemptions:
             request.prefill_stats.set(report.prompt_tokens, num_prefix, report.grafted_tokens)
         outcome = "grafted" if candidate else "off" if tracked.refusal else "prefix_only" if num_prefix else "miss"
