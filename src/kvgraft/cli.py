@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,18 +48,30 @@ def demo(
     policy: Annotated[
         list[str] | None, typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex")
     ] = None,
+    serve: Annotated[
+        bool | None,
+        typer.Option("--serve/--no-serve", help="Also start the server and ask it.", show_default="if vLLM is here"),
+    ] = None,
 ) -> None:
-    """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, side by side."""
+    """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, then the server."""
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
     engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "demo") as on_progress:
         report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
-    if as_json:
-        _print_json(report)
-    else:
+    if not as_json:
         console.print(demonstration.render(report))
+    served = None
+    if serve or (serve is None and find_spec("vllm") is not None):
+        from kvgraft.evaluate import serving  # needs the packages of kvgraft[serve]
+
+        with progress_bar(progress_console, "server (takes half a minute to start)") as on_progress:
+            served = serving.run_serving_demo(seed=seed, on_progress=on_progress)
+        if not as_json:
+            console.print(serving.render(served))
+    if as_json:
+        _print_json({"engine": report, "server": served})
 
 
 @app.command()
@@ -128,6 +141,18 @@ def compare(
         _print_json(outcomes)
     else:
         console.print(comparison.render(outcomes))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def serve(context: typer.Context) -> None:
+    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] [any vLLM flag]`, see `kvgraft serve --help`."""
+    try:
+        from kvgraft.vllm.server.serve import serve as run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        raise ValueError("vLLM is not installed: pip install 'kvgraft[vllm]'") from error
+    run_server(context.args)
 
 
 def main() -> None:

@@ -1,0 +1,44 @@
+"""What each route asks of its caller. A route that nobody thought of asks for the admin key."""
+
+import re
+from enum import Enum
+
+
+class Access(Enum):
+    """`open` to all, for any `key` that the server knows, or for the `admin` key only."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+OPEN_ROUTES = frozenset({"/health", "/metrics", "/metrics/", "/ping"})  # no tenant's data
+PAGE = "/kvgraft"
+PAGE_ROUTES = frozenset({PAGE, "/v1/kvgraft/status"})  # read by browsers, which can show a key as a password only
+KEY_ROUTES = PAGE_ROUTES | {
+    "/detokenize",
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/generative_scoring",
+    "/invocations",
+    "/load",
+    "/openapi.json",
+    "/redoc",
+    "/tokenize",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/v1/responses",
+    "/version",
+}
+STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]+(/cancel)?")  # `keys` refuses a store for several tenants
+
+
+def access(path: str) -> Access:
+    """What the route at `path`, without the root path of a proxy, asks for."""
+    if path in OPEN_ROUTES:
+        return Access.OPEN
+    return Access.KEY if path in KEY_ROUTES or STORED_RESPONSE.fullmatch(path) else Access.ADMIN

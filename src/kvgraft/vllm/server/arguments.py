@@ -1,0 +1,121 @@
+"""The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.server.keys import Keys
+
+CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
+BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
+BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
+BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
+SETTINGS = ("policy", "approximate_sources", "watermark", "frozen_capacity")  # of the connector, that have a flag
+NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
+_PREFIX = "kvgraft_"
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """What vLLM's server is to be started with.
+
+    Raises:
+        ValueError: what was given does not go together; the message says why.
+    """
+    parser = _make_parser()
+    args = parser.parse_args(list(arguments))
+    bundled = args.model_tag is None and args.model == str(MODEL_DIR)
+    args.model = args.model_tag or args.model
+    if bundled:
+        args.served_model_name = args.served_model_name or BUNDLED_NAMES
+        args.chat_template = args.chat_template or BUNDLED_CHAT
+        args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
+    if args.no_kvgraft:
+        _refuse(_flags_beside_plain(args))
+        return args
+    _refuse(_conflicts(args))
+    args.enable_prefix_caching = True
+    args.worker_cls = WORKER_CLASS
+    args.kv_transfer_config = args.kv_transfer_config or _transfer_config(args)
+    Settings.parse(args.kv_transfer_config.kv_connector_extra_config)
+    Keys.of(args)
+    return args
+
+
+def _make_parser() -> FlexibleArgumentParser:
+    parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
+    parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
+    if current_platform.is_cpu():
+        parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
+    own = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
+    own.add_argument("--kvgraft-policy", help="Of requests that name none: naive, sparsex, sparsex:topk=0.2,...")
+    own.add_argument(
+        "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
+    )
+    own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
+    own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
+    own.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
+    own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
+    own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
+    return parser
+
+
+def _transfer_config(args: Namespace) -> KVTransferConfig:
+    """Our connector, with what was said about it; the rest is its own default."""
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=_settings(args),
+    )
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    """What the flags say of the connector's settings."""
+    given = {name: getattr(args, _PREFIX + name) for name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _conflicts(args: Namespace) -> Iterator[str]:
+    """What was asked for and cannot be had together with reuse."""
+    config = args.kv_transfer_config
+    if config is not None and config.kv_connector != CONNECTOR:
+        yield f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time"
+    if config is not None and _settings(args):
+        yield "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not in both"
+    if args.enable_prefix_caching is False:
+        yield "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
+    if args.worker_cls not in ("auto", WORKER_CLASS):
+        yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
+    if (args.api_server_count or 1) > 1:
+        yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
+    if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
+        yield "data parallelism: each engine would know its own segments only; start one server per engine"
+    if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
+        yield "--headless, --grpc, --grpc-port: they pass by the front door, which keeps tenants apart"
+    for name in NEVER:
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')}: this server runs no code and reads no tensors that others bring"
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        yield "VLLM_USE_RUST_FRONTEND: it passes by the front door, which keeps tenants apart"
+
+
+def _flags_beside_plain(args: Namespace) -> Iterator[str]:
+    for name, value in vars(args).items():
+        if name.startswith(_PREFIX) and value is not None and value is not False:
+            yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
+
+
+def _refuse(reasons: Iterator[str]) -> None:
+    found = list(reasons)
+    if found:
+        raise ValueError("; ".join(found))

@@ -1,0 +1,152 @@
+"""The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's cache key."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from kvgraft.prefill.context import Policy
+from kvgraft.vllm.options import KEY, Control, RequestOptions
+from kvgraft.vllm.server.ledger import Entry, Ledger
+from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
+
+PARAMS = "kv_transfer_params"
+MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
+
+
+@dataclass
+class Call:
+    """One HTTP request on its way to the engine.
+
+    Attributes:
+        salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
+        reports: what the engine reported on each prompt of the request, in their order; None until it ends.
+    """
+
+    principal: Principal
+    route: str
+    salt: str | None = None
+    reports: list[dict[str, Any] | None] = field(default_factory=list)
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)
+
+
+def parse_params(params: Any, default: Policy) -> RequestOptions:
+    """The options in a request's `kv_transfer_params`.
+
+    Raises:
+        ValueError: a field that does not exist or a value that is not allowed; the message names it.
+    """
+    try:
+        if not isinstance(params, Mapping):
+            raise ValueError(f"{PARAMS} must be an object, got {type(params).__name__}")
+        for key in params.keys() - {KEY}:
+            raise ValueError(f"{PARAMS} has no field {key!r} here: allowed is {KEY}")
+        given = params.get(KEY, {})
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{PARAMS}.{KEY} must be an object, got {type(given).__name__}")
+        msgspec.msgpack.encode(given)  # as it will travel to the engine
+        return RequestOptions.parse(given, default)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{PARAMS}.{KEY}: {error}"[:MAX_MESSAGE]) from error
+
+
+class EngineGuard:
+    """Stands before vLLM's engine client, so that no route can reach the engine around it.
+
+    Args:
+        client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance.
+    """
+
+    def __init__(self, client: Any, salts: Salts, ledger: Ledger, default: Policy) -> None:
+        self._salts, self._ledger, self._default = salts, ledger, default
+        self._generate, client.generate = client.generate, self.generate
+        self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
+
+    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """As vLLM's own, which it calls; refuses bad options before anything runs.
+
+        Raises:
+            VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params` allows.
+        """
+        params = _params_of(sampling_params)
+        if params is not None:
+            try:
+                parse_params(params, self._default)
+            except ValueError as error:
+                raise VLLMValidationError(str(error), parameter=f"{PARAMS}.{KEY}") from error
+        outputs = self._generate(prompt, sampling_params, *args, **kwargs)
+        call = CURRENT.get()
+        if call is None:
+            return outputs
+        call.reports.append(None)
+        return self._watch(call, len(call.reports) - 1, outputs)
+
+    async def admit(self, request: Any) -> None:
+        """Set the cache key of an `EngineCoreRequest` and send it to the engine."""
+        call = CURRENT.get()
+        if call is None:
+            request.cache_salt = self._salts.nobody()
+        elif call.salt is not None:
+            request.cache_salt = call.salt
+        else:
+            given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
+            request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
+        await self._admit(request)
+
+    async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
+        """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
+
+        Returns:
+            The engine's answer: `segments`, or `error` and `status`; empty if the engine has no connector of ours.
+
+        Raises:
+            VLLMValidationError: the text is longer than the model allows.
+        """
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={PARAMS: control.as_params()},
+        )
+        before = CURRENT.set(Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace)))
+        try:
+            answer: dict[str, Any] = {}
+            request_id = f"kvgraft-{control.op}-{self._salts.nobody()[:16]}"
+            async with aclosing(self._generate(tokens_input(token_ids), params, request_id)) as outputs:
+                async for output in outputs:
+                    answer = (output.kv_transfer_params or {}).get(KEY) or answer
+            return answer
+        finally:
+            CURRENT.reset(before)
+
+    async def _watch(self, call: Call, slot: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Pass outputs on; what the last one reports is known before it is passed on."""
+        last = None
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if output.finished:
+                        last = output
+                        call.reports[slot] = (output.kv_transfer_params or {}).get(KEY)
+                    yield output
+        except (VLLMClientError, GracefulHTTPError):
+            raise  # refused before it ran
+        except BaseException:
+            self._ledger.add(Entry.of(call.principal.tenant, call.route, last))
+            raise
+        else:
+            self._ledger.add(Entry.of(call.principal.tenant, call.route, last))
+
+
+def _params_of(sampling_params: Any) -> Any:
+    """The `kv_transfer_params` that vLLM carries in the extra arguments, or None."""
+    return (getattr(sampling_params, "extra_args", None) or {}).get(PARAMS)

@@ -1,0 +1,74 @@
+"""Who may reach a server: its API keys and its admin key, and what must not be open to the network."""
+
+import ipaddress
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ADMIN_KEY = "KVGRAFT_ADMIN_KEY"
+SINGLE_TENANT = "KVGRAFT_SINGLE_TENANT"
+API_KEY = "VLLM_API_KEY"  # what vLLM itself reads where no --api-key is given
+RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a server; without API keys it has one tenant.
+
+    Raises:
+        ValueError: a key that is empty, given twice, or both an API key and the admin key.
+    """
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not all(self.api_keys) or self.admin_key == "":
+            raise ValueError("a key must not be empty")
+        if len(set(self.api_keys)) < len(self.api_keys):
+            raise ValueError("an API key is given twice")
+        if self.admin_key in self.api_keys:
+            raise ValueError("the admin key must differ from every API key")
+
+    @classmethod
+    def of(cls, args: Namespace) -> "Keys":
+        """From the parsed arguments of `kvgraft serve` or `vllm serve`, and the environment.
+
+        Raises:
+            ValueError: the keys contradict each other, or tenants would share what they must not.
+        """
+        api_keys = args.api_key or [os.environ.get(API_KEY)]
+        admin_key = getattr(args, "kvgraft_admin_key", None) or os.environ.get(ADMIN_KEY) or None
+        keys = cls(tuple(key for key in api_keys if key), admin_key)
+        if len(keys.api_keys) > 1 and os.environ.get(RESPONSES_STORE, "0") != "0":
+            raise ValueError(f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one API key")
+        declared = getattr(args, "kvgraft_single_tenant", False) or os.environ.get(SINGLE_TENANT) == "1"
+        check_exposure(keys.api_keys, host=args.host, uds=args.uds, single_tenant=declared)
+        return keys
+
+
+def check_exposure(api_keys: Sequence[str], *, host: str | None, uds: str | None, single_tenant: bool) -> None:
+    """Raise ValueError if whoever reaches the server would share one cache unasked.
+
+    Args:
+        host: listening address; None listens on every interface.
+        uds: path of a Unix socket, used instead of `host`.
+        single_tenant: the operator said that all who reach the server belong together.
+    """
+    if api_keys and single_tenant:
+        raise ValueError("--kvgraft-single-tenant is for a server without API keys: each API key is a tenant")
+    if not (api_keys or single_tenant or uds or _is_loopback(host)):
+        raise ValueError(
+            f"without --api-key all callers share one cache, so the server may listen on loopback only, got host "
+            f"{host or '0.0.0.0'!r}: give API keys, or say --kvgraft-single-tenant"  # noqa: S104
+        )
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,175 @@
+"""The door of the HTTP server: who calls, how much may be sent, and the report in the last chunk of a stream."""
+
+import re
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvgraft.prefill.context import Policy
+from kvgraft.vllm.options import KEY
+from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, parse_params
+from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
+
+MAX_BODY = 32 << 20  # bytes
+_NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
+_USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
+
+
+class FrontDoorMiddleware:
+    """Pure ASGI; passes what the application sends on as it comes.
+
+    Args:
+        default: the policy whose options a request may change without naming it.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, default: Policy) -> None:
+        self._app, self._keyring, self._default = app, keyring, default
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            path = _path(scope)
+            principal = self._authenticate(path, Headers(scope=scope))
+            if principal is None or scope["type"] == "websocket":
+                body = None
+            else:
+                body = await _read_body(Headers(scope=scope), receive)
+                self._check(body)
+        except Refused as refused:
+            await _refuse(refused, scope, receive, send)
+            return
+        except _Disconnected:
+            return
+        call = Call(principal, path) if principal is not None else None
+        before = CURRENT.set(call)
+        try:
+            await self._app(scope, receive if body is None else _Replay(body, receive), _reporting(call, send))
+        finally:
+            CURRENT.reset(before)
+
+    def _authenticate(self, path: str, headers: Headers) -> Principal | None:
+        """Who calls; None where that does not matter.
+
+        Raises:
+            Refused: no key, an unknown one, or one that is not enough.
+        """
+        needed = access(path)
+        if needed is Access.OPEN:
+            return None
+        on_page = path in PAGE_ROUTES
+        principal = self._keyring.principal(shown_key(headers.get("Authorization"), basic=on_page))
+        if principal is None:
+            challenge = 'Basic realm="kvgraft", charset="UTF-8"' if path == PAGE else "Bearer"
+            raise Refused(401, "no valid API key in the Authorization header", challenge=challenge)
+        if needed is Access.ADMIN and not principal.is_admin:
+            raise Refused(403, "this needs the admin key") if self._keyring.has_admin else Refused(503, _NO_ADMIN)
+        return principal
+
+    def _check(self, body: bytes) -> None:
+        """Refuse bad options here, where a stream still can be: as a status, not within the stream.
+
+        The guard of the engine checks again, so a body that is not understood here may pass.
+        """
+        if PARAMS.encode() not in body:
+            return
+        try:
+            params = msgspec.json.decode(body, type=_Peek).kv_transfer_params
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return
+        if params is not None:
+            try:
+                parse_params(params, self._default)
+            except ValueError as error:
+                raise Refused(400, str(error), param=f"{PARAMS}.{KEY}") from error
+
+
+class _Peek(msgspec.Struct):
+    kv_transfer_params: Any = None
+
+
+class _Disconnected(Exception):
+    """The client left before its request was complete."""
+
+
+class _Replay:
+    """Give the body that has been read, then whatever else comes."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        """The next message of the client."""
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _path(scope: Scope) -> str:
+    """The path of the route, without the root path of a proxy."""
+    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+async def _read_body(headers: Headers, receive: Receive) -> bytes:
+    """The whole body, at most MAX_BODY bytes of it in memory.
+
+    Raises:
+        Refused: it is longer.
+    """
+    too_long = Refused(413, f"the body of a request may have at most {MAX_BODY >> 20} MiB")
+    announced = headers.get("Content-Length", "0")
+    if not announced.isdecimal() or int(announced) > MAX_BODY:
+        raise too_long
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Disconnected
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:
+            raise too_long
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": str(refused)})
+    else:
+        await refused.response(scope, receive, send)
+
+
+def _reporting(call: Call | None, send: Send) -> Send:
+    """`send`, which adds the report to the chunk of a stream that carries the usage."""
+    if call is None:
+        return send
+    streams = False
+
+    async def send_with_report(message: Message) -> None:
+        nonlocal streams
+        if message["type"] == "http.response.start":
+            streams = Headers(raw=message["headers"]).get("Content-Type", "").startswith("text/event-stream")
+        elif streams and _USAGE.search(message.get("body", b"")) and call.reports and call.reports[0]:
+            message = {**message, "body": _with_report(message["body"], call.reports[0])}
+        await send(message)
+
+    return send_with_report
+
+
+def _with_report(event: bytes, report: dict[str, Any]) -> bytes:
+    """One server-sent event with the report in it, where the other answers of vLLM have it."""
+    prefix, _, data = event.partition(b"data: ")
+    try:
+        chunk = msgspec.json.decode(data)
+    except msgspec.MsgspecError:
+        return event
+    return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: report}}) + b"\n\n"

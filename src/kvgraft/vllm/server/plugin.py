@@ -1,0 +1,43 @@
+"""Attaches the front door to vLLM's own API server, through its interface for endpoint plugins.
+
+Named `kvgraft` in the entry points of group `vllm.endpoint_plugins`; vLLM loads it only where `VLLM_PLUGINS` names it,
+as `kvgraft serve` does.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from kvgraft.vllm.server import segments, status
+from kvgraft.vllm.server.door import FrontDoor
+from kvgraft.vllm.server.errors import Refused, answer_refusal
+from kvgraft.vllm.server.middleware import FrontDoorMiddleware
+
+
+class FrontDoorPlugin:
+    """Satisfies `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+
+    name = "kvgraft"
+    required_tasks = None  # on every server, lest one go without it
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add our routes, and our middleware around all routes of the server.
+
+        It takes over the API keys: vLLM's own check knows no tenants and leaves routes open.
+
+        Raises:
+            ValueError: the arguments would let tenants share what they must not.
+        """
+        door = FrontDoor(app.state.args)
+        app.state.kvgraft = door
+        app.state.args.api_key = [""]  # no key for vLLM to check, whatever the environment says
+        app.include_router(segments.router)
+        app.include_router(status.router)
+        app.add_exception_handler(Refused, answer_refusal)
+        app.add_middleware(FrontDoorMiddleware, keyring=door.keyring, default=door.policy)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Guard the engine client, before the server listens; a server that only renders prompts has none."""
+        if engine_client is not None:
+            state.kvgraft.connect(engine_client)

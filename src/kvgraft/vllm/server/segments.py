@@ -1,0 +1,125 @@
+"""The segments API: documents that stay in the cache of one tenant until the admin deletes them."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+
+from kvgraft.vllm.options import MAX_NAME, Control, check_name
+from kvgraft.vllm.server.door import FrontDoor
+from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.tenancy import Tenant
+
+MAX_TEXT = 2 << 20  # characters
+MAX_MESSAGES = 1024
+PATH = "/v1/kvgraft/segments"
+
+router = APIRouter()
+
+
+def _name(value: str) -> str:
+    check_name("name", value)
+    return value
+
+
+def _namespace(value: str) -> str:
+    check_name("namespace", value, may_be_empty=True)
+    return value
+
+
+Name = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_name)]
+Namespace = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_namespace)]
+Label = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class Message(BaseModel):
+    """One message of a chat, of text only."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: str = Field(max_length=32)
+    content: str = Field(max_length=MAX_TEXT)
+
+
+class Freeze(BaseModel):
+    """What to keep: a text, or messages as the chat template renders them, under a name in a tenant's namespace."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+    text: str | None = Field(default=None, min_length=1, max_length=MAX_TEXT)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    namespace: Namespace = ""
+    tenant: Label | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "Freeze":
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("give either text or messages")
+        return self
+
+
+@router.post(PATH)
+async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
+    """Compute a document and keep it."""
+    tenant = _tenant(request, wanted.tenant)
+    token_ids = await _token_ids(wanted, request)
+    return await _operate(request, tenant, wanted.namespace, Control("freeze", wanted.name), token_ids)
+
+
+@router.get(PATH)
+async def list_segments(
+    request: Request, tenant: Annotated[Label | None, Query()] = None, namespace: Annotated[Namespace, Query()] = ""
+) -> dict[str, Any]:
+    """The frozen segments of a tenant's namespace."""
+    return await _operate(request, _tenant(request, tenant), namespace, Control("list"))
+
+
+@router.delete(PATH + "/{name:path}")
+async def delete(
+    request: Request,
+    name: Name,
+    tenant: Annotated[Label | None, Query()] = None,
+    namespace: Annotated[Namespace, Query()] = "",
+) -> dict[str, Any]:
+    """Let a segment go."""
+    return await _operate(request, _tenant(request, tenant), namespace, Control("delete", name))
+
+
+@router.get("/v1/kvgraft/tenants")
+async def tenants(request: Request) -> dict[str, Any]:
+    """Whom segments can belong to."""
+    return {"tenants": [{"tenant": tenant.label} for tenant in _door(request).keyring.tenants]}
+
+
+async def _operate(
+    request: Request, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
+) -> dict[str, Any]:
+    segments = await _door(request).segments.operate(tenant, namespace, control, token_ids)
+    return {"tenant": tenant.label, "namespace": namespace, "segments": segments}
+
+
+async def _token_ids(wanted: Freeze, request: Request) -> list[int]:
+    """The tokens of the document, exactly as those of a prompt of its kind: vLLM's own tokenisation."""
+    if wanted.text is not None:
+        asked = TokenizeCompletionRequest(prompt=wanted.text)
+    else:
+        messages = [message.model_dump() for message in wanted.messages or ()]
+        asked = TokenizeChatRequest(messages=messages, add_generation_prompt=False)
+    answer = await request.app.state.serving_tokenization.create_tokenize(asked, request)
+    error = getattr(answer, "error", None)
+    if error is not None:
+        raise Refused(error.code, error.message, param=error.param)
+    return answer.tokens
+
+
+def _tenant(request: Request, label: str | None) -> Tenant:
+    try:
+        return _door(request).keyring.tenant(label)
+    except ValueError as error:
+        raise Refused(400, str(error), param="tenant") from error
+
+
+def _door(request: Request) -> FrontDoor:
+    return request.app.state.kvgraft

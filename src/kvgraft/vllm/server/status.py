@@ -1,0 +1,79 @@
+"""The page at `/kvgraft` and the figures that it shows."""
+
+import base64
+import hashlib
+import re
+import time
+from collections import Counter
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from kvgraft.vllm.server.guard import CURRENT
+
+STARTED = time.monotonic()
+PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
+
+router = APIRouter()
+
+
+def _source_hashes(tag: str) -> str:
+    """What a content security policy calls the inline sources of this tag."""
+    inline = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in inline)
+
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {_source_hashes('script')}; style-src "
+    f"{_source_hashes('style')}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@router.get("/kvgraft")
+async def page() -> HTMLResponse:
+    """One self-contained page; it has no data of its own."""
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+@router.get("/v1/kvgraft/status")
+async def status(request: Request) -> dict[str, Any]:
+    """Pool, segments, recent requests and sums, as far as the caller may see them."""
+    call, door = CURRENT.get(), request.app.state.kvgraft
+    if call is None:
+        raise RuntimeError("the status was asked for past the front door")
+    principal = call.principal
+    return {
+        "model": request.app.state.openai_serving_models.model_name(),
+        "policy": door.policy_text,
+        "uptime_s": time.monotonic() - STARTED,
+        "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
+        "segments": await door.segments.view(principal),
+        **door.ledger.view(principal),
+        **engine_figures(),
+    }
+
+
+def engine_figures() -> dict[str, Any]:
+    """What the connector exports to Prometheus, of all engines and tenants together; None before its first step."""
+    pool = _by_label("kvgraft:pool_blocks", "state")
+    return {
+        "pool": {state: int(pool[state]) for state in ("used", "free", "frozen")} if pool else None,
+        "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
+        "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items()},
+    }
+
+
+def _by_label(name: str, label: str | None) -> Counter[str]:
+    """The samples of one metric, summed over every other label."""
+    sums: Counter[str] = Counter()
+    for metric in get_prometheus_registry().restricted_registry([name]).collect():
+        for sample in metric.samples:
+            sums[sample.labels[label] if label else ""] += sample.value
+    return sums

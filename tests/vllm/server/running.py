@@ -1,0 +1,94 @@
+"""A server in processes of its own, and who may call it."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
+START_S = 900.0  # some twenty, unless the machine is busy
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """Where it listens, and clients of it."""
+
+    url: str
+    log: Path
+
+    def http(self, key: str | None) -> httpx.Client:
+        """A client that shows this key."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120.0)
+
+    def openai(self, key: str) -> OpenAI:
+        """The official client; it retries nothing, so that every answer is seen."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120.0)
+
+    def status(self, key: str) -> dict[str, Any]:
+        """What `/v1/kvgraft/status` shows to this key."""
+        with self.http(key) as client:
+            answer = client.get("/v1/kvgraft/status")
+        answer.raise_for_status()
+        return answer.json()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[RunningServer]:
+    """Start a server with `--port` added, wait until it answers, and end all of its processes."""
+    port = free_port()
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, **settings},
+            start_new_session=True,
+        )
+    server = RunningServer(f"http://127.0.0.1:{port}", log)
+    try:
+        _wait(server, process)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30.0)
+        finally:
+            _end_group(process.pid)
+
+
+def _wait(server: RunningServer, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {server.log.read_text()[-3000:]}")
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5.0).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)  # the wait between two looks
+    raise RuntimeError(f"no answer within {START_S} s: {server.log.read_text()[-3000:]}")
+
+
+def _end_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,131 @@
+import pytest
+
+from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+from kvgraft.vllm.server.arguments import BUNDLED_NAMES, parse
+from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
+from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in (ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, PLUGINS):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_arguments_the_bundled_model_is_served_on_loopback_with_reuse():
+    args = parse([])
+    assert (args.model, args.host, args.block_size) == (str(MODEL_DIR), "127.0.0.1", 32)
+    assert args.served_model_name == BUNDLED_NAMES
+    assert args.enforce_eager
+    assert args.allowed_origins == []  # no page of another site may ask a server that asks for no key
+    assert args.enable_prompt_tokens_details
+    assert args.enable_prefix_caching is True
+    assert args.worker_cls == WORKER_CLASS
+    config = args.kv_transfer_config
+    assert (config.kv_connector, config.kv_connector_module_path) == (CONNECTOR, CONNECTOR_MODULE)
+    assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
+    assert config.kv_connector_extra_config == {}
+
+
+def test_what_the_user_says_counts():
+    args = parse(
+        ["some/model", "--block-size", "64", "--host", "10.0.0.1", "--api-key", "a", "b", "--no-enforce-eager"]
+    )
+    assert (args.model, args.block_size, args.host) == ("some/model", 64, "10.0.0.1")
+    assert not args.enforce_eager
+    assert args.served_model_name is None
+    assert args.kv_cache_memory_bytes is None
+    assert Keys.of(args).api_keys == ("a", "b")
+    assert parse(["--model", "some/model"]).model == "some/model"
+
+
+def test_our_flags_become_settings_of_the_connector():
+    flags = ["--kvgraft-policy", "sparsex:topk=0.2", "--kvgraft-watermark", "0.0", "--kvgraft-approximate-sources"]
+    assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
+        "policy": "sparsex:topk=0.2",
+        "watermark": 0.0,
+        "approximate_sources": True,
+    }
+
+
+def test_keys_come_from_flags_and_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY, "from the environment")
+    monkeypatch.setenv(ADMIN_KEY, "admin from the environment")
+    assert Keys.of(parse([])) == Keys(("from the environment",), "admin from the environment")
+    given = parse(["--api-key", "a", "--kvgraft-admin-key", "b"])
+    assert Keys.of(given) == Keys(("a",), "b")
+
+
+@pytest.mark.parametrize("asked", ["--kvgraft-single-tenant", SINGLE_TENANT])
+def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="give API keys, or say --kvgraft-single-tenant"):
+        parse(["--host", "10.0.0.1"])
+    if asked == SINGLE_TENANT:
+        monkeypatch.setenv(asked, "1")
+    assert parse(["--host", "10.0.0.1", *([asked] if asked.startswith("-") else [])]).host == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching: reuse finds its sources"),
+        (["--worker-cls", "other.Worker"], "--worker-cls other.Worker: ours is"),
+        (["--api-server-count", "2"], "one process only"),
+        (["--data-parallel-size", "2"], "data parallelism"),
+        (["--headless"], "pass by the front door"),
+        (["--grpc"], "pass by the front door"),
+        (["--trust-remote-code"], "--trust-remote-code: this server runs no code"),
+        (["--trust-request-chat-template"], "--trust-request-chat-template: "),
+        (["--enable-prompt-embeds"], "--enable-prompt-embeds: "),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'],
+            "names 'NixlConnector': one connector at a time",
+        ),
+        (
+            [
+                "--kvgraft-policy",
+                "naive",
+                "--kv-transfer-config",
+                f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}',
+            ],
+            "not in both",
+        ),
+        (["--kvgraft-policy", "magic"], "unknown policy 'magic'"),
+        (["--kvgraft-watermark", "2"], "watermark must be a share"),
+        (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
+        (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),
+        (["--api-key", "a", "--kvgraft-single-tenant"], "for a server without API keys"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(arguments: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        parse(arguments)
+
+
+def test_several_conflicts_are_all_named():
+    with pytest.raises(ValueError, match=r"data parallelism.*--headless"):
+        parse(["--headless", "--data-parallel-size", "2"])
+
+
+@pytest.mark.parametrize("variable", ["VLLM_USE_RUST_FRONTEND", RESPONSES_STORE])
+def test_what_would_pass_by_the_tenants_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch):
+    assert parse(["--api-key", "a", "b"])
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=variable):
+        parse(["--api-key", "a", "b"])
+
+
+def test_plain_vllm_differs_in_the_connector_and_the_worker_only():
+    ours, plain = vars(parse([])), vars(parse(["--no-kvgraft"]))
+    different = {name for name in ours if ours[name] != plain[name]}
+    assert different == {"no_kvgraft", "kv_transfer_config", "worker_cls", "enable_prefix_caching"}
+    assert plain["kv_transfer_config"] is None
+    assert plain["worker_cls"] == "auto"
+    assert plain["enable_prefix_caching"] is not False
+
+
+def test_our_plugin_is_allowed_and_no_other_is_taken_away():
+    assert allowed_plugins("mine,yours") == "kvgraft,mine,yours"
+    assert allowed_plugins("") == "kvgraft"
+    assert {"kvgraft", "lora_filesystem_resolver"} <= set(allowed_plugins(None).split(","))

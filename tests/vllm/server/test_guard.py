@@ -1,0 +1,122 @@
+"""The gate to the engine, for what no HTTP request reaches; test_server.py drives it from outside."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.options import Report
+from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, EngineGuard
+from kvgraft.vllm.server.ledger import Ledger
+from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
+
+ALICE = Tenant.of("alice")
+REPORT = Report(policy="naive", prompt_tokens=1, fresh_tokens=1, spans=[[0, 1, "fresh"]])
+
+
+class Engine:
+    """Keeps what is sent to it; answers with two outputs."""
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(add_request_async=self.keep)
+        self.requests: list[EngineCoreRequest] = []
+        self.closed = False
+
+    async def keep(self, request: EngineCoreRequest) -> None:
+        self.requests.append(request)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        try:
+            for finished in (False, True):
+                params = REPORT.as_params() if finished else None
+                yield RequestOutput("r", "the", [1], None, [], finished, kv_transfer_params=params)
+        finally:
+            self.closed = True
+
+
+def request(**params: Any) -> EngineCoreRequest:
+    extra = {PARAMS: {"kvgraft": params}} if params else None
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args=extra),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt="what the client said",
+        data_parallel_rank=None,
+    )
+
+
+@pytest.fixture
+def salts() -> Salts:
+    return Salts()
+
+
+@pytest.fixture
+def engine(salts: Salts) -> Engine:
+    engine = Engine()
+    EngineGuard(engine, salts, Ledger((ALICE,)), parse_policy("sparsex"))
+    return engine
+
+
+def admit(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> str | None:
+    async def run() -> None:
+        CURRENT.set(call)
+        await engine.engine_core.add_request_async(sent)
+
+    asyncio.run(run())
+    return engine.requests[-1].cache_salt
+
+
+def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(engine: Engine, salts: Salts):
+    call = Call(Principal(ALICE), "/v1/completions")
+    assert admit(engine, request(), call) == salts.of(ALICE, "", "what the client said")
+    assert admit(engine, request(namespace="n"), call) == salts.of(ALICE, "n", "what the client said")
+    assert admit(engine, request(), Call(Principal(ALICE), "", salt="chosen")) == "chosen"
+
+
+def test_a_request_of_nobody_shares_nothing(engine: Engine):
+    first, second = (admit(engine, request(), None) for _ in range(2))
+    assert first
+    assert second
+    assert len({first, second, "what the client said"}) == 3
+
+
+def test_bad_options_are_refused_when_they_are_given_not_when_the_answer_is_read(engine: Engine):
+    params = SamplingParams(extra_args={PARAMS: {"kvgraft": {"bondary": 1}}})
+    with pytest.raises(VLLMValidationError, match="no field 'bondary'"):
+        engine.generate("the", params, "r")
+
+
+def test_the_report_is_there_before_the_last_output_and_in_the_order_of_the_prompts(engine: Engine):
+    async def run() -> list[dict[str, Any] | None]:
+        call = Call(Principal(ALICE), "/v1/completions")
+        CURRENT.set(call)
+        first, second = (engine.generate("the", SamplingParams(), name) for name in "ab")
+        async for output in second:
+            assert (call.reports[1] is not None) == output.finished
+        await first.aclose()
+        return call.reports
+
+    assert asyncio.run(run()) == [None, REPORT.as_params()["kvgraft"]]
+
+
+def test_who_stops_reading_stops_the_engine_at_once(engine: Engine):
+    async def run() -> None:
+        CURRENT.set(Call(Principal(ALICE), "/v1/completions"))
+        outputs = engine.generate("the", SamplingParams(), "r")
+        await anext(outputs)
+        assert not engine.closed
+        await outputs.aclose()
+        assert engine.closed
+
+    asyncio.run(run())

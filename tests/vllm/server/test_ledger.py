@@ -1,0 +1,82 @@
+import pytest
+from vllm.outputs import RequestOutput
+
+from kvgraft.vllm.options import Report
+from kvgraft.vllm.server.ledger import RECENT, Entry, Ledger
+from kvgraft.vllm.server.tenancy import Principal, Tenant
+
+ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
+GRAFTED = Report("sparsex", 100, 20, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]])
+
+
+def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
+    params = report.as_params() if report else None
+    output = RequestOutput(
+        "r", None, [0] * 100, None, [], True, num_cached_tokens=num_cached, kv_transfer_params=params
+    )
+    return Entry.of(tenant, "/v1/completions", output)
+
+
+@pytest.mark.parametrize(
+    ("report", "outcome"),
+    [
+        (GRAFTED, "grafted"),
+        (Report(prompt_tokens=3, prefix_tokens=2, fresh_tokens=1), "prefix_only"),
+        (Report(prompt_tokens=3, fresh_tokens=3, reason="no_known_text"), "miss"),
+    ],
+)
+def test_the_outcome_follows_from_the_report(report: Report, outcome: str):
+    entry = ended(ALICE, report)
+    assert (entry.outcome, entry.reason, entry.spans) == (outcome, report.reason, report.spans)
+    assert entry.tokens == {
+        "prefix": report.prefix_tokens,
+        "grafted": report.grafted_tokens,
+        "recomputed": report.recomputed_tokens,
+        "fresh": report.fresh_tokens,
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "spans"), [(0, [[0, 100, "fresh"]]), (32, [[0, 32, "prefix"], [32, 100, "fresh"]])]
+)
+def test_without_a_report_vllms_own_counts_are_entered(num_cached: int, spans: list[list[int | str]]):
+    entry = ended(ALICE, None, num_cached)
+    assert (entry.prompt_tokens, entry.tokens["prefix"], entry.tokens["fresh"]) == (100, num_cached, 100 - num_cached)
+    assert entry.spans == spans
+
+
+def test_what_was_aborted_has_no_tokens():
+    entry = Entry.of(ALICE, "/v1/completions", None)
+    assert (entry.outcome, entry.tokens, entry.ttft_s) == ("aborted", {}, None)
+
+
+def test_a_tenant_sees_its_own_and_the_admin_all():
+    ledger = Ledger((ALICE, BOB))
+    miss = Report(prompt_tokens=7, fresh_tokens=7, reason="no_known_text")
+    for tenant, report in ((ALICE, GRAFTED), (BOB, miss), (BOB, miss), (ADMIN, GRAFTED)):
+        ledger.add(ended(tenant, report))
+    alice, bob = (ledger.view(Principal(tenant)) for tenant in (ALICE, BOB))
+    assert [entry["tenant"] for entry in alice["recent"]] == [ALICE.label]
+    assert alice["totals"]["requests"] == {"grafted": 1}
+    assert alice["totals"]["misses"] == {}
+    assert bob["totals"] == {
+        "requests": {"miss": 2},
+        "tokens": {"prefix": 0, "grafted": 0, "recomputed": 0, "fresh": 14},
+        "misses": {"no_known_text": 2},
+    }
+    everything = ledger.view(Principal(ADMIN, is_admin=True))
+    assert [entry["tenant"] for entry in everything["recent"]] == [ADMIN.label, BOB.label, BOB.label, ALICE.label]
+    assert everything["totals"]["requests"] == {"grafted": 2, "miss": 2}
+    assert everything["totals"]["tokens"] == {"prefix": 40, "grafted": 120, "recomputed": 20, "fresh": 54}
+
+
+def test_old_requests_are_forgotten_one_tenants_by_its_own_only_and_sums_stay():
+    ledger = Ledger((ALICE, BOB))
+    ledger.add(ended(BOB, GRAFTED))
+    for _ in range(RECENT + 5):
+        ledger.add(ended(ALICE, GRAFTED))
+    assert len(ledger.view(Principal(BOB))["recent"]) == 1
+    alice = ledger.view(Principal(ALICE))
+    assert len(alice["recent"]) == RECENT
+    assert alice["totals"]["requests"] == {"grafted": RECENT + 5}
+    assert len(ledger.view(Principal(ADMIN, is_admin=True))["recent"]) == RECENT

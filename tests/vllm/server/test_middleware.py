@@ -1,0 +1,250 @@
+"""The middleware around small applications: what it lets through, when, and how much of it it holds."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from running import ADMIN, ALICE, BOB
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.server.guard import CURRENT, parse_params
+from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.middleware import MAX_BODY, FrontDoorMiddleware
+from kvgraft.vllm.server.tenancy import Keyring, Tenant
+
+DEFAULT = parse_policy("sparsex")
+REPORT = {"policy": "naive", "grafted_tokens": 3}
+USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
+Application = Callable[..., Coroutine[Any, Any, None]]
+
+
+async def converse(
+    app: Application, *messages: dict[str, Any], key: str | None = ALICE, headers: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """What the server sends when the client sends these messages, to /v1/completions."""
+    sent: list[dict[str, Any]] = []
+    inbox = iter(messages)
+
+    async def receive() -> dict[str, Any]:
+        return next(inbox)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await FrontDoorMiddleware(app, Keyring(Keys((ALICE, BOB), ADMIN)), DEFAULT)(scope(key, headers), receive, send)
+    return sent
+
+
+def scope(key: str | None, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    given = {"Authorization": f"Bearer {key}", **(headers or {})}
+    raw = [(name.lower().encode(), value.encode()) for name, value in given.items()]
+    return {"type": "http", "method": "POST", "path": "/v1/completions", "headers": raw, "query_string": b""}
+
+
+def part(body: bytes, *, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body = await Request(scope, receive).body()
+    await PlainTextResponse(body)(scope, receive, send)
+
+
+def status_and_text(sent: list[dict[str, Any]]) -> tuple[int, str]:
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode("latin-1")
+
+
+def test_the_application_gets_the_whole_body_and_then_what_the_client_sends_next():
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert await receive() == part(b"one two")
+        assert await receive() == {"type": "http.disconnect"}
+        await PlainTextResponse("heard")(scope, receive, send)
+
+    sent = asyncio.run(converse(app, part(b"one ", more=True), part(b"two"), {"type": "http.disconnect"}))
+    assert status_and_text(sent) == (200, "heard")
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_reaches_nothing():
+    async def app(*_: Any) -> None:
+        raise AssertionError("half a request reached the application")
+
+    assert asyncio.run(converse(app, part(b"one ", more=True), {"type": "http.disconnect"})) == []
+
+
+@pytest.mark.parametrize("announced", [str(MAX_BODY + 1), "9" * 19, "-1", "many"])
+def test_a_body_announced_too_long_is_refused_unread(announced: str):
+    sent = asyncio.run(converse(echo, headers={"Content-Length": announced}))
+    status, text = status_and_text(sent)
+    assert status == 413
+    assert json.loads(text)["error"]["code"] == 413
+
+
+def test_a_body_that_turns_out_too_long_is_refused_where_it_passes_the_limit():
+    half = bytes(MAX_BODY // 2)
+    allowed = asyncio.run(converse(echo, part(half, more=True), part(half)))
+    assert allowed[0]["status"] == 200
+    sent = asyncio.run(converse(echo, part(half, more=True), part(half, more=True), part(b"x", more=True)))
+    assert status_and_text(sent)[0] == 413
+
+
+@pytest.mark.parametrize("key", [None, "unknown"])
+def test_without_a_key_nothing_is_read(key: str | None):
+    assert status_and_text(asyncio.run(converse(echo, key=key)))[0] == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"kv_transfer_params": {"kvgraft": {"nonsense": 1}}',
+        b'["kv_transfer_params"]',
+        b'{"prompt": "\\"kv_transfer_params\\": {}"}',
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": {}}',
+        b'{"kv_transfer_params": ' + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_request_with_options_is_left_to_vllm(body: bytes):
+    assert status_and_text(asyncio.run(converse(echo, part(body)))) == (200, body.decode("latin-1"))
+
+
+BAD_PARAMS = [
+    ([], "must be an object, got list"),
+    ("kvgraft", "must be an object, got str"),
+    ({"do_remote_prefill": True}, "no field 'do_remote_prefill' here: allowed is kvgraft"),
+    ({"kvgraft": {}, "remote_block_ids": [1]}, "no field 'remote_block_ids'"),
+    ({"kvgraft": None}, "must be an object, got NoneType"),
+    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, namespace, boundary"),
+    ({"kvgraft": {"control": {"op": "delete", "name": "x", "token": ""}}}, "no field 'control'"),
+    ({"kvgraft": {"topk": 2}}, "topk must be a share"),
+    ({"kvgraft": {"topk": [[[]]]}}, "topk must be a share"),
+    ({"kvgraft": {"boundary": 2**70}}, "can't serialize ints"),
+    ({"kvgraft": {"boundary": True}}, "boundary must be an integer"),
+    ({"kvgraft": {"policy": "magic"}}, "unknown policy 'magic'"),
+    ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no field 'topk'"),
+    ({"kvgraft": {"reuse": False}}, "reuse must be 'auto' or 'off'"),
+    ({"kvgraft": {"namespace": "a\n"}}, "namespace must be a printable string"),
+    ({"kvgraft": {"namespace": "n" * 129}}, "namespace must be a printable string"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_PARAMS)
+def test_bad_options_are_refused_before_the_application_by_name(params: Any, message: str):
+    body = json.dumps({"stream": True, "kv_transfer_params": params}).encode()
+    status, text = status_and_text(asyncio.run(converse(echo, part(body))))
+    error = json.loads(text)["error"]
+    assert (status, error["code"], error["param"]) == (400, 400, "kv_transfer_params.kvgraft")
+    assert message in error["message"]
+
+
+def test_an_error_does_not_repeat_more_than_a_line_of_what_was_sent():
+    for params in ({"kvgraft": {"x" * 10**6: 1}}, {"kvgraft": {"policy": "x" * 10**6}}, {"x" * 10**6: 1}):
+        with pytest.raises(ValueError, match="kv_transfer_params") as error:
+            parse_params(params, DEFAULT)
+        assert len(str(error.value)) <= 300
+
+
+def test_good_options_pass():
+    options = parse_params({"kvgraft": {"boundary": 2, "reuse": "off", "namespace": "n"}}, DEFAULT)
+    assert (options.policy, options.reuse, options.namespace) == (parse_policy("sparsex:boundary=2"), False, "n")
+    body = b'{"kv_transfer_params": {"kvgraft": {"policy": "naive"}}}'
+    assert status_and_text(asyncio.run(converse(echo, part(body)))) == (200, body.decode())
+
+
+def test_whose_request_it_is_is_known_inside_and_forgotten_outside():
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        seen.append((call.principal.tenant, call.route))
+        await PlainTextResponse("")(scope, receive, send)
+
+    async def both() -> None:
+        await asyncio.gather(converse(app, part(b"")), converse(app, part(b""), key=BOB))
+        assert CURRENT.get() is None
+
+    asyncio.run(both())
+    assert sorted(tenant.label for tenant, _ in seen) == sorted(Tenant.of(key).label for key in (ALICE, BOB))
+    assert {route for _, route in seen} == {"/v1/completions"}
+
+
+def stream_of(*chunks: bytes, report: dict[str, Any] | None = REPORT) -> Application:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            for chunk in chunks:
+                yield chunk
+            call = CURRENT.get()
+            assert call is not None
+            call.reports.append(report)
+            yield USAGE
+
+        await StreamingResponse(body(), media_type="text/event-stream")(scope, receive, send)
+
+    return app
+
+
+def bodies(sent: list[dict[str, Any]]) -> list[bytes]:
+    return [message["body"] for message in sent[1:] if message["body"]]
+
+
+def test_a_stream_passes_chunk_by_chunk_as_it_comes():
+    async def check() -> None:
+        go_on, sent = asyncio.Event(), []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+            )
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            await go_on.wait()
+            await send({"type": "http.response.body", "body": b"second", "more_body": False})
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            if message.get("body") == b"first":
+                go_on.set()  # only the arrival of the first chunk lets the application produce the second
+
+        async def receive() -> dict[str, Any]:
+            return part(b"")
+
+        middleware = FrontDoorMiddleware(app, Keyring(Keys((ALICE,))), DEFAULT)
+        await asyncio.wait_for(middleware(scope(ALICE), receive, send), 30)
+        assert bodies(sent) == [b"first", b"second"]
+
+    asyncio.run(check())
+
+
+def test_the_chunk_with_the_usage_gets_the_report_and_no_other_chunk_changes():
+    says = json.dumps({"choices": [{"text": '"choices":[],"usage":{'}]}, separators=(",", ":"))
+    chunks = [
+        b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":3}}\n\n',
+        f"data: {says}\n\n".encode(),
+        b": ping\n\n",
+    ]
+    *others, usage = bodies(asyncio.run(converse(stream_of(*chunks), part(b""), {"type": "http.disconnect"})))
+    assert others == chunks
+    assert usage.startswith(b"data: ")
+    assert usage.endswith(b"\n\n")
+    expected = {**json.loads(USAGE[6:]), "kv_transfer_params": {"kvgraft": REPORT}}
+    assert json.loads(usage[6:]) == expected
+
+
+def test_without_a_report_or_outside_a_stream_nothing_changes():
+    silent = stream_of(b"data: {}\n\n", report=None)
+    assert bodies(asyncio.run(converse(silent, part(b""), {"type": "http.disconnect"})))[-1] == USAGE
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        call.reports.append(REPORT)
+        await PlainTextResponse(USAGE)(scope, receive, send)
+
+    assert bodies(asyncio.run(converse(whole, part(b"")))) == [USAGE]

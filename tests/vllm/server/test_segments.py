@@ -1,0 +1,152 @@
+"""The segments API of a running server."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from running import ADMIN, ALICE, BOB, RunningServer
+from test_server import BLOCK, complete, elsewhere
+
+from kvgraft.vllm.server.segments import MAX_MESSAGES, MAX_TEXT, PATH
+from kvgraft.vllm.server.tenancy import Tenant
+
+pytestmark = pytest.mark.vllm
+LABELS = {key: Tenant.of(key).label for key in (ALICE, BOB)}
+
+
+@pytest.fixture
+def admin(server: RunningServer) -> Iterator[httpx.Client]:
+    """A client with the admin key; what it froze for Alice and Bob is deleted afterwards."""
+    with server.http(ADMIN) as client:
+        yield client
+        for label in LABELS.values():
+            for namespace in ("", "wide"):
+                for segment in listed(client, label, namespace):
+                    where = {"tenant": label, "namespace": namespace}
+                    client.delete(f"{PATH}/{segment['name']}", params=where).raise_for_status()
+
+
+def listed(client: httpx.Client, label: str, namespace: str = "") -> list[dict[str, Any]]:
+    answer = client.get(PATH, params={"tenant": label, "namespace": namespace})
+    answer.raise_for_status()
+    return answer.json()["segments"]
+
+
+def freeze(client: httpx.Client, key: str, name: str, **source: Any) -> dict[str, Any]:
+    answer = client.post(PATH, json={"name": name, "tenant": LABELS[key], **source})
+    assert answer.status_code == 200, answer.text
+    return next(segment for segment in answer.json()["segments"] if segment["name"] == name)
+
+
+def test_a_frozen_text_is_a_hit_for_its_tenant_only(server: RunningServer, admin: httpx.Client, texts: Any):
+    document = texts.document()
+    segment = freeze(admin, ALICE, "manual", text=document)
+    assert segment["num_blocks"] == segment["num_tokens"] // BLOCK > 10
+    assert (segment["num_shed"], segment["hits"]) == (0, 0)
+    assert complete(server, BOB, elsewhere(document))[0] == 0
+    assert complete(server, ALICE, elsewhere(document))[0] >= segment["num_tokens"] - BLOCK
+    [after] = listed(admin, LABELS[ALICE])
+    assert after["hits"] == 1
+    assert listed(admin, LABELS[BOB]) == []
+
+
+def test_a_text_is_tokenised_as_a_prompt_and_messages_as_a_chat(server: RunningServer, admin: httpx.Client, texts: Any):
+    text, content = texts.document(), texts.document()
+    as_text = freeze(admin, ALICE, "text", text=text)
+    cached, report = complete(server, ALICE, text)
+    assert cached == report["prefix_tokens"] >= as_text["num_tokens"] - BLOCK
+    messages: list[Any] = [{"role": "system", "content": content}]
+    as_chat = freeze(admin, ALICE, "chat", messages=messages)
+    chat = [*messages, {"role": "user", "content": "question : code of lamp is"}]
+    answer = server.openai(ALICE).chat.completions.create(model="bundled", messages=chat, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == as_chat["num_blocks"] * BLOCK
+
+
+def test_a_namespace_has_segments_of_its_own(server: RunningServer, admin: httpx.Client, texts: Any):
+    document = texts.document()
+    freeze(admin, ALICE, "manual", text=document, namespace="wide")
+    assert listed(admin, LABELS[ALICE]) == []
+    assert [segment["name"] for segment in listed(admin, LABELS[ALICE], "wide")] == ["manual"]
+    assert complete(server, ALICE, elsewhere(document))[0] == 0
+    inside = {"kv_transfer_params": {"kvgraft": {"namespace": "wide"}}}
+    assert complete(server, ALICE, elsewhere(document), **inside)[0] > 0
+
+
+def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(admin: httpx.Client, texts: Any):
+    where = {"tenant": LABELS[ALICE]}
+    freeze(admin, ALICE, "a/b c", text=texts.document(100))
+    longer = freeze(admin, ALICE, "a/b c", text=texts.document(300))
+    assert listed(admin, LABELS[ALICE]) == [longer]
+    assert longer["num_tokens"] >= 256
+    assert admin.delete(f"{PATH}/a/b%20c", params=where).json()["segments"] == []
+    again = admin.delete(f"{PATH}/a/b%20c", params=where)
+    assert again.status_code == 404
+    assert "a/b c" in again.json()["error"]["message"]
+
+
+def test_more_than_the_pool_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
+    for number in range(2):
+        freeze(admin, ALICE, str(number), text=texts.document(4000))
+    wanted = {"name": "2", "tenant": LABELS[ALICE], "text": texts.document(4000)}
+    refused = admin.post(PATH, json=wanted)
+    assert refused.status_code == 409
+    assert refused.json()["error"]["message"]
+    assert [segment["name"] for segment in listed(admin, LABELS[ALICE])] == ["0", "1"]
+
+
+def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin: httpx.Client, texts: Any):
+    freeze(admin, ALICE, "hers", text=texts.document(100))
+    freeze(admin, BOB, "his", text=texts.document(100), namespace="wide")
+    shown = {key: [(s["name"], s["namespace"]) for s in server.status(key)["segments"]] for key in (ALICE, BOB, ADMIN)}
+    assert shown[ALICE] == [("hers", "")]
+    assert shown[BOB] == [("his", "wide")]
+    assert sorted(shown[ADMIN]) == [("hers", ""), ("his", "wide")]
+
+
+def test_tenants_are_listed_by_label_and_one_must_be_named(admin: httpx.Client):
+    tenants = admin.get("/v1/kvgraft/tenants").json()["tenants"]
+    assert [tenant["tenant"] for tenant in tenants] == list(LABELS.values())
+    for answer in (admin.get(PATH), admin.post(PATH, json={"name": "x", "text": "the"})):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("name a tenant: ")
+    assert admin.get(PATH, params={"tenant": "nobody"}).status_code == 400
+
+
+@pytest.mark.parametrize("key", [ALICE, None])
+def test_only_the_admin_may(server: RunningServer, key: str | None):
+    expected = 403 if key else 401
+    with server.http(key) as client:
+        assert client.get(PATH, params={"tenant": LABELS[ALICE]}).status_code == expected
+        assert client.post(PATH, json={"name": "x", "text": "the"}).status_code == expected
+        assert client.delete(f"{PATH}/x").status_code == expected
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"name": "x"},
+        {"name": "x", "text": "the", "messages": [{"role": "user", "content": "the"}]},
+        {"name": "", "text": "the"},
+        {"name": "n" * 129, "text": "the"},
+        {"name": "line\nline", "text": "the"},
+        {"name": "x", "text": ""},
+        {"name": "x", "text": "a" * (MAX_TEXT + 1)},
+        {"name": "x", "messages": []},
+        {"name": "x", "messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)},
+        {"name": "x", "messages": [{"role": "user", "content": "a", "image": "b"}]},
+        {"name": "x", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"name": "x", "text": "the", "namespace": "\n"},
+        {"name": "x", "text": "the", "pinned": True},
+        {"name": "x", "text": "the " * 5000},
+        {"name": "x", "text": "the code"},
+    ],
+)
+def test_what_cannot_be_frozen_is_a_400(admin: httpx.Client, wanted: dict[str, Any]):
+    answer = admin.post(PATH, json={"tenant": LABELS[ALICE], **wanted})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert listed(admin, LABELS[ALICE]) == []

@@ -1,0 +1,117 @@
+import base64
+
+import pytest
+from running import ADMIN, ALICE, BOB
+
+from kvgraft.vllm.server.keys import Keys, check_exposure
+from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
+
+KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
+
+
+def test_each_key_is_a_tenant_and_the_admin_key_is_none_of_them():
+    assert KEYRING.principal(ALICE) == Principal(Tenant.of(ALICE))
+    assert KEYRING.principal(BOB) == Principal(Tenant.of(BOB))
+    admin = KEYRING.principal(ADMIN)
+    assert admin is not None
+    assert admin.is_admin
+    assert admin.tenant not in KEYRING.tenants
+    assert [tenant.label for tenant in KEYRING.tenants] == [Tenant.of(key).label for key in (ALICE, BOB)]
+
+
+@pytest.mark.parametrize("key", [None, "", "x", ALICE + " ", ALICE[:-1], ALICE.upper(), Tenant.of(ALICE).label])
+def test_a_key_that_is_none_gives_nobody(key: str | None):
+    assert KEYRING.principal(key) is None
+
+
+def test_without_api_keys_all_are_one_tenant_and_only_the_admin_key_makes_an_admin():
+    keyring = Keyring(Keys((), ADMIN))
+    assert keyring.principal(None) == keyring.principal("EMPTY") == Principal(LOCAL)
+    assert keyring.principal(ADMIN) == Principal(LOCAL, is_admin=True)
+    assert Keyring(Keys()).principal("") == Principal(LOCAL)
+
+
+def test_a_tenant_is_named_by_its_label_or_is_the_only_one():
+    alice = Tenant.of(ALICE)
+    assert KEYRING.tenant(alice.label) == alice
+    assert Keyring(Keys((ALICE,))).tenant(None) == alice
+    with pytest.raises(ValueError, match=f"name a tenant: {alice.label}, "):
+        KEYRING.tenant(None)
+    with pytest.raises(ValueError, match="no tenant 'nobody'"):
+        KEYRING.tenant("nobody")
+
+
+def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
+    salts, alice, bob = Salts(), Tenant.of(ALICE), Tenant.of(BOB)
+    parts = [(alice,), (bob,), (alice, "n"), (alice, "", "n"), (alice, "n", "n"), (alice, "nn"), (alice, "", "nn")]
+    keys = [salts.of(*part) for part in parts]
+    assert len(set(keys)) == len(parts)
+    assert keys == [salts.of(*part) for part in parts]
+    assert salts.of(alice, "", None) == salts.of(alice)
+    assert Salts().of(alice) != salts.of(alice)
+    assert salts.nobody() not in {*keys, salts.nobody()}
+
+
+def test_parts_of_the_cache_key_do_not_run_into_one_another():
+    salts = Salts()
+    assert salts.of(Tenant("a", b"ab"), "c") != salts.of(Tenant("a", b"a"), "bc")
+    assert salts.of(LOCAL, "ab", "c") != salts.of(LOCAL, "a", "bc")
+
+
+@pytest.mark.parametrize(
+    ("header", "on_page", "elsewhere"),
+    [
+        (None, None, None),
+        ("Bearer k", "k", "k"),
+        ("bearer k", "k", "k"),
+        ("Bearer ", None, None),
+        ("k", None, None),
+        ("Basic " + base64.b64encode(b"anyone:k:k").decode(), "k:k", None),
+        ("Basic " + base64.b64encode(b"anyone").decode(), None, None),
+        ("Basic ***", None, None),
+        ("Basic " + base64.b64encode(b"\xff\xfe").decode(), None, None),
+    ],
+)
+def test_a_browser_may_show_a_key_as_a_password_on_the_page_only(
+    header: str | None, on_page: str | None, elsewhere: str | None
+):
+    assert shown_key(header, basic=True) == on_page
+    assert shown_key(header, basic=False) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"api_keys": ("a", "a")}, "given twice"),
+        ({"api_keys": ("a", "")}, "must not be empty"),
+        ({"api_keys": ("a",), "admin_key": "a"}, "must differ"),
+        ({"admin_key": ""}, "must not be empty"),
+    ],
+)
+def test_keys_that_contradict_one_another_are_refused(keys: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Keys(**keys)
+
+
+def test_keys_do_not_show_themselves():
+    assert ALICE not in repr(Keys((ALICE,), ADMIN))
+    assert ADMIN not in repr(Keys((ALICE,), ADMIN))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_without_keys_a_server_may_listen_on_loopback(host: str):
+    check_exposure((), host=host, uds=None, single_tenant=False)
+
+
+@pytest.mark.parametrize("host", [None, "", "::", "10.0.0.1", "example.org", "localhost.example.org"])
+def test_without_keys_a_server_must_not_listen_elsewhere_unasked(host: str | None):
+    with pytest.raises(ValueError, match="loopback only"):
+        check_exposure((), host=host, uds=None, single_tenant=False)
+    check_exposure((), host=host, uds=None, single_tenant=True)
+    check_exposure((), host=host, uds="/run/socket", single_tenant=False)
+    check_exposure((ALICE,), host=host, uds=None, single_tenant=False)
+
+
+def test_one_tenant_with_keys_is_a_contradiction():
+    with pytest.raises(ValueError, match="for a server without API keys"):
+        check_exposure((ALICE,), host="127.0.0.1", uds=None, single_tenant=True)
