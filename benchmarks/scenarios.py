@@ -1,0 +1,255 @@
+"""Plain vLLM and ours answer the same requests in turn: the ratios that KVGraft promises, and those of any workload."""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from load import Client, Outcome, Summary, drive
+from servers import Server
+from workload import Ask, Shape, arrivals, make_workload
+
+OnProgress = Callable[[int, int], object]
+BOOTSTRAP = 2000
+STALL_WARM_UP_TOKENS = 5  # of every stream, before the first prompt is sent
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Prompts of one shape under one policy, and what the ratio must reach.
+
+    Attributes:
+        kvgraft: options of the requests to our server; None leaves the server's default policy.
+        rounds: measured, after one that warms up.
+        target: the ratio named by `ratio` is at most (or at least) this.
+    """
+
+    name: str
+    shape: Shape
+    kvgraft: Mapping[str, Any] | None
+    rounds: int
+    ratio: str
+    target: float
+    at_most: bool
+    streams: int = 0
+    prompts: int = 1
+
+    @property
+    def max_model_len(self) -> int:
+        """Room for a prompt and its answer, or for a stream that lasts as long as the prompts need."""
+        return self.shape.tokens + 1024
+
+
+B1_K10 = {"policy": "sparsex", "boundary": 1, "topk": 0.10}
+B1_K05 = {"policy": "sparsex", "boundary": 1, "topk": 0.05}
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("nothing", Shape(1024, 0.0, 1), None, 24, "TTFT ours / plain", 1.02, at_most=True),
+        Scenario("4k90", Shape(4096, 0.90, 1), B1_K10, 7, "TTFT plain / ours", 2.7, at_most=False),
+        Scenario("8k98", Shape(8192, 0.98, 1), B1_K05, 5, "TTFT plain / ours", 5.0, at_most=False),
+        Scenario("stall", Shape(4096, 0.90, 1), B1_K10, 5, "worst gap ours / plain", 1.3, True, streams=4, prompts=3),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The result of one scenario.
+
+    Attributes:
+        value: median over rounds of the paired ratio; `low` and `high` bound it (bootstrap, 95 %).
+        plain_s, ours_s: seconds of every round.
+        plain_cached, ours_grafted, ours_recomputed: shares of the prompt tokens.
+        reasons: why prompts had nothing grafted, with their number.
+    """
+
+    name: str
+    ratio: str
+    value: float
+    low: float
+    high: float
+    target: float
+    at_most: bool
+    plain_s: list[float]
+    ours_s: list[float]
+    plain_cached: float
+    ours_grafted: float
+    ours_recomputed: float
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """Whether the median reaches the target."""
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Clients of both servers."""
+
+    plain: Client
+    ours: Client
+
+    def in_turn(self, number: int) -> tuple[Client, Client]:
+        """Both, ours first in every other round."""
+        return (self.plain, self.ours) if number % 2 == 0 else (self.ours, self.plain)
+
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, plain: Server, ours: Server, kvgraft: Mapping[str, Any] | None) -> AsyncIterator["Pair"]:
+        """Clients whose answers all have their full length; `kvgraft` are the options of the requests to ours."""
+        exact = {"ignore_eos": True}
+        options = {"kv_transfer_params": {"kvgraft": dict(kvgraft)}} if kvgraft else {}
+        async with Client(plain.api, extra=exact) as one, Client(ours.api, extra=exact | options) as two:
+            yield cls(one, two)
+
+
+async def run_scenario(
+    scenario: Scenario, pair: Pair, words: Sequence[str], seed: int, on_progress: OnProgress
+) -> Figure:
+    """All rounds of a scenario; the documents are read once by both servers, every prompt is new to both.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    count = (scenario.rounds + 1) * scenario.prompts
+    asks = make_workload("rag", scenario.shape, count, words, seed)
+    for ask in (ask for ask in asks if not ask.timed):
+        for client in (pair.plain, pair.ours):
+            _checked(await client.ask(ask))
+    prompts = [ask for ask in asks if ask.timed]
+    seconds: dict[Client, list[float]] = {pair.plain: [], pair.ours: []}
+    outcomes: dict[Client, list[Outcome]] = {pair.plain: [], pair.ours: []}
+    for number in range(scenario.rounds + 1):
+        batch = prompts[number * scenario.prompts : (number + 1) * scenario.prompts]
+        for client in pair.in_turn(number):
+            value, answered = await _one_round(client, scenario, batch, words, seed + number)
+            if number:
+                seconds[client].append(value)
+                outcomes[client] += answered
+        on_progress(number + 1, scenario.rounds + 1)
+    return _figure(scenario, pair, seconds, outcomes)
+
+
+async def _one_round(
+    client: Client, scenario: Scenario, batch: Sequence[Ask], words: Sequence[str], seed: int
+) -> tuple[float, list[Outcome]]:
+    """(the seconds that the scenario is about, the outcomes of the prompts)."""
+    if scenario.streams:
+        streams = make_workload("rag", Shape(32, 0.0, scenario.max_model_len - 64), scenario.streams, words, seed)
+        return await worst_gap(client, streams, batch)
+    outcome = _checked(await client.ask(batch[0]))
+    return outcome.ttft_s, [outcome]
+
+
+async def worst_gap(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> tuple[float, list[Outcome]]:
+    """(longest pause in s of any stream while the prompts are read, the outcomes of the prompts).
+
+    All prompts arrive at once when every stream is decoding; the streams are cancelled when all have been read.
+
+    Raises:
+        RuntimeError: a request failed, or a stream was over before the prompts were read.
+    """
+    times: list[list[float]] = [[] for _ in streams]
+    decoding = [asyncio.Event() for _ in streams]
+
+    async def decode(number: int, ask: Ask) -> Outcome:
+        def on_token(at: float) -> None:
+            times[number].append(at)
+            if len(times[number]) == STALL_WARM_UP_TOKENS:
+                decoding[number].set()
+
+        outcome = await client.ask(ask, on_token=on_token)
+        decoding[number].set()  # nobody waits for a stream that failed
+        return outcome
+
+    tasks = [asyncio.create_task(decode(number, ask)) for number, ask in enumerate(streams)]
+    try:
+        await asyncio.gather(*(event.wait() for event in decoding))
+        outcomes = [_checked(outcome) for outcome in await asyncio.gather(*map(client.ask, prompts))]
+        if ended := [task.result() for task in tasks if task.done()]:
+            raise RuntimeError(f"a stream was over too soon: {[o.error or f'{o.output_tokens} tokens' for o in ended]}")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    begin, end = min(o.start_s for o in outcomes), max(o.start_s + o.ttft_s for o in outcomes)
+    return max(longest_pause(stream, begin, end) for stream in times), outcomes
+
+
+def longest_pause(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest time between neighbours of `times` that overlaps [begin, end]; the last one lasts until `end`."""
+    return max((b - a for a, b in pairwise([*times, max(end, *times)]) if b > begin and a < end), default=0.0)
+
+
+async def compare_workloads(
+    pair: Pair,
+    kind: str,
+    shape: Shape,
+    words: Sequence[str],
+    *,
+    count: int,
+    rate: float,
+    concurrency: int,
+    rounds: int,
+    seed: int,
+    on_progress: OnProgress,
+) -> list[tuple[Summary, Summary]]:
+    """(plain, ours) of every round; each round has requests of its own, the same for both."""
+    results = []
+    for number in range(rounds):
+        asks = make_workload(kind, shape, count, words, seed + number)
+        times = arrivals(count, rate, seed + number)
+        summaries = {c: Summary.of(await drive(c, asks, times, concurrency)) for c in pair.in_turn(number)}
+        results.append((summaries[pair.plain], summaries[pair.ours]))
+        on_progress(number + 1, rounds)
+    return results
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median that hold 95 % of its resamples."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(np.asarray(values), (BOOTSTRAP, len(values))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def make_random_model(folder: Path, layers: int, max_position: int) -> None:
+    """The random Qwen3-shaped model of ttft.py, with a tokenizer that splits at spaces: w17 is one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from ttft import make_model
+
+    make_model(folder, layers, max_position)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def _figure(
+    scenario: Scenario,
+    pair: Pair,
+    seconds: Mapping[Client, Sequence[float]],
+    outcomes: Mapping[Client, Sequence[Outcome]],
+) -> Figure:
+    plain, ours = list(seconds[pair.plain]), list(seconds[pair.ours])
+    ratios = [b / a if scenario.at_most else a / b for a, b in zip(plain, ours, strict=True)]
+    told = Summary.of(outcomes[pair.ours])
+    return Figure(
+        scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios), scenario.target, scenario.at_most,
+        plain, ours, Summary.of(outcomes[pair.plain]).cached, told.grafted or 0.0, told.recomputed or 0.0, told.reasons,
+    )  # fmt: skip
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    if outcome.error or outcome.first_s is None:
+        raise RuntimeError(f"a request failed: {outcome.error or 'no token'}")
+    return outcome

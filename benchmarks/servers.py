@@ -1,0 +1,55 @@
+"""Servers that a benchmark starts for itself, all with the same settings."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kvgraft.evaluate.servers import Server, serving
+
+__all__ = ["Server", "ServerOptions", "start"]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings that a pair of servers has in common.
+
+    Attributes:
+        max_num_batched_tokens: of one step; 0 leaves it to vLLM.
+        threads: CPU cores that the model runs on, from core 0; 0 takes all.
+        kv_gib: memory of the KV pool.
+        flags: any more flags of vLLM.
+    """
+
+    model: Path
+    dtype: str = "float32"
+    max_model_len: int = 4096
+    max_num_batched_tokens: int = 0
+    threads: int = 0
+    kv_gib: int = 1
+    flags: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """The command line after `kvgraft serve`."""
+        batched = ["--max-num-batched-tokens", str(self.max_num_batched_tokens)] if self.max_num_batched_tokens else []
+        return [
+            str(self.model), "--dtype", self.dtype, "--max-model-len", str(self.max_model_len), "--block-size", "32",
+            "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *batched, *self.flags,
+        ]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """What vLLM reads from its environment."""
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{self.threads - 1}"} if self.threads else {}
+        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)} | cores
+
+
+@contextmanager
+def start(options: ServerOptions, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server with these settings and more flags; see `kvgraft.evaluate.servers.serving`."""
+    settings = options.environment() | dict(environment or {})
+    with ExitStack() as stack:
+        with Console(stderr=True).status("starting a server"):
+            server = stack.enter_context(serving(*options.arguments(), *flags, environment=settings))
+        yield server

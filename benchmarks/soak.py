@@ -1,0 +1,258 @@
+"""A server under mixed load for a long time, with a pool so small that content is evicted and requests are preempted.
+
+Afterwards its invariants must hold: plain requests are answered as by the fresh server, every answer adds up, nothing
+runs, no block is lost, and memory does not grow. Exit code 1 if one does not.
+
+    python benchmarks/soak.py --minutes 20 [--json]
+"""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import psutil
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.testbed import MODEL_DIR
+from load import local_tokenizer
+from servers import Server, ServerOptions, start
+from soak_traffic import TIMEOUT_S, Traffic, bearer, label
+from workload import single_token_words
+
+MODEL = "bundled"
+MAX_MODEL_LEN = 2048
+TENANTS = 3
+SAMPLE_S = 10.0
+IDLE_TIMEOUT_S = 120.0
+FIXED = 12  # plain requests whose answers are watched
+MIN_SAMPLES = 6  # to speak of growth
+MIB = 1 << 20
+# plain vLLM grows, too: oneDNN keeps what it compiled for each of the last 1024 matrix shapes, here of the last 16
+ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+VLLM_METRICS = (
+    "vllm:num_preemptions_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:request_success_total",
+)
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+errors = Console(stderr=True)
+
+
+@dataclass
+class Result:
+    """What happened.
+
+    Attributes:
+        rss_mib: (minutes since the load began, MiB of all processes of the server).
+        growth: MiB per minute after the first third and its standard error, or None for too few samples.
+        broken: invariants that did not hold, with how often; empty is good.
+    """
+
+    minutes: float
+    done: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rss_mib: list[tuple[float, float]] = field(default_factory=list)
+    growth: tuple[float, float] | None = None
+    pool: dict[str, int] = field(default_factory=dict)
+    broken: dict[str, int] = field(default_factory=dict)
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="How long the load lasts.")] = 20.0,
+    workers: Annotated[int, typer.Option(help="Requests under way at once.")] = 12,
+    blocks: Annotated[int, typer.Option(help="Of the pool, 32 tokens each.")] = 160,
+    max_requests: Annotated[int, typer.Option(help="Sent at most.")] = 100_000,
+    max_growth: Annotated[float, typer.Option(help="MiB per minute; memory must not surely grow more.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of all requests.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Load a server of its own with everything at once, then check what must hold."""
+    keys, admin_key = [secrets.token_hex(16) for _ in range(TENANTS)], secrets.token_hex(16)
+    flags = ("--served-model-name", MODEL, "--num-gpu-blocks-override", str(blocks), "--max-num-seqs", "16")
+    options = ServerOptions(MODEL_DIR, max_model_len=MAX_MODEL_LEN, flags=(*flags, "--api-key", *keys))
+    words = single_token_words(*local_tokenizer(MODEL_DIR))
+
+    async def run(server: Server) -> Result:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=httpx.Limits()) as http:
+            traffic = Traffic(http, MODEL, keys, admin_key, words, MAX_MODEL_LEN, seed)
+            return await soak(server, traffic, minutes, workers, max_requests, max_growth)
+
+    with start(options, environment=ENVIRONMENT | {"KVGRAFT_ADMIN_KEY": admin_key}) as server:
+        result = asyncio.run(run(server))
+    if as_json:
+        print(json.dumps(asdict(result)))
+    else:
+        Console().print(table_of(result))
+    raise typer.Exit(bool(result.broken))
+
+
+async def soak(
+    server: Server, traffic: Traffic, minutes: float, workers: int, max_requests: int, max_growth: float
+) -> Result:
+    """Load, settle, check."""
+    findings, stop, result = traffic.findings, asyncio.Event(), Result(minutes)
+    await traffic.choose_fixed(FIXED)
+    fresh = await pool_of(traffic)
+    total = fresh["used"] + fresh["free"]
+    load = asyncio.create_task(traffic.run(workers, stop, max_requests))
+    result.rss_mib = await watch(server, load, minutes)
+    stop.set()
+    await load
+    if server.process.poll() is not None:
+        findings.broken[f"the server ended with {server.process.returncode}"] += 1
+    else:
+        result.pool = await settle(traffic, total)
+        await traffic.check_all_fixed(Random(0))
+        result.metrics = await metrics_of(traffic)
+    result.growth = growth(result.rss_mib)
+    if result.growth is not None:
+        slope, error = result.growth
+        findings.expect(slope - 2 * error <= max_growth, f"memory grows by {slope:.2f} +- {error:.2f} MiB per minute")
+    exercised = {
+        "grafts": findings.done["grafted tokens"],
+        "aborts before the first token": findings.done["left before the first token"],
+        "preemption": result.metrics.get("vllm:num_preemptions_total", 0),
+    }
+    for what, amount in exercised.items():
+        findings.expect(amount > 0, f"the load led to no {what}, so it proves nothing")
+    result.done, result.broken = dict(sorted(findings.done.items())), dict(findings.broken)
+    return result
+
+
+async def watch(server: Server, load: asyncio.Task[None], minutes: float) -> list[tuple[float, float]]:
+    """Sample memory until the time is over, the load is used up or the server is gone."""
+    samples: list[tuple[float, float]] = []
+    begin = time.monotonic()
+    with progress_bar(errors, "soaking") as on_progress:
+        while (passed := (time.monotonic() - begin) / 60) < minutes and server.process.poll() is None:
+            samples.append((passed, rss_mib(server.process.pid)))
+            on_progress(int(60 * passed), int(60 * minutes))
+            done, _ = await asyncio.wait([load], timeout=min(SAMPLE_S, 60 * (minutes - passed)))
+            if done:
+                break
+    return samples
+
+
+async def settle(traffic: Traffic, total: int) -> dict[str, int]:
+    """Wait until nothing runs and freeze a document; then only frozen blocks may be in use, and none when all segments
+    are deleted.
+
+    Returns:
+        The pool before the deletion, in blocks.
+    """
+    findings = traffic.findings
+    idle = await until(lambda: _is_idle(traffic))
+    findings.expect(idle, f"requests still run {IDLE_TIMEOUT_S:.0f} s after the load")
+    await traffic.freeze(Random(1))
+    await until(lambda: _uses_only_frozen(traffic))
+    before = await pool_of(traffic)
+    findings.expect(before["used"] == before["frozen"] > 0, f"idle, with a frozen document, but {before}")
+    findings.expect(before["used"] + before["free"] == total, f"the pool had {total} blocks, and now {before}")
+    for key in traffic.keys:
+        for segment in await segments_of(traffic, key):
+            findings.expect(await traffic.delete_segment(key, segment["name"]) == 200, "a segment cannot be deleted")
+    await until(lambda: _uses_only_frozen(traffic))
+    after = await pool_of(traffic)
+    findings.expect(after == {"used": 0, "free": total, "frozen": 0}, f"without segments, but {after}")
+    return before
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> bool:
+    """Poll until it holds, for at most IDLE_TIMEOUT_S; returns whether it does."""
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    while not (held := await holds()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    return held
+
+
+async def pool_of(traffic: Traffic) -> dict[str, int]:
+    """Blocks by state: used, free, frozen."""
+    for key in traffic.keys:
+        await segments_of(traffic, key)  # a step of the engine, which brings the figures up to date
+    answer = await traffic.http.get("/v1/kvgraft/status", headers=bearer(traffic.admin_key))
+    pool = answer.raise_for_status().json()["pool"]
+    return {state: int(pool[state]) for state in ("used", "free", "frozen")}
+
+
+async def segments_of(traffic: Traffic, key: str) -> list[dict[str, Any]]:
+    """The frozen segments of a tenant."""
+    headers, params = bearer(traffic.admin_key), {"tenant": label(key)}
+    answer = await traffic.http.get("/v1/kvgraft/segments", params=params, headers=headers)
+    return answer.raise_for_status().json()["segments"]
+
+
+async def metrics_of(traffic: Traffic) -> dict[str, float]:
+    """Counters and gauges of KVGraft, and those of vLLM that matter here, by name and own label."""
+    text = (await traffic.http.get("/metrics")).raise_for_status().text
+    found: dict[str, float] = defaultdict(float)
+    for name, labels, value in _SAMPLE.findall(text):
+        if name in VLLM_METRICS or (name.startswith("kvgraft:") and not name.endswith(("_bucket", "_created"))):
+            own = re.findall(r'(?:state|kind|outcome|reason|stage)="([^"]*)"', labels)
+            found["".join([name, *(f"[{said}]" for said in own)])] += float(value)
+    return dict(found)
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process and all its children."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += each.memory_info().rss
+    return total / MIB
+
+
+def growth(samples: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Slope of a line through the last two thirds of (minutes, MiB) and its standard error, or None of too few."""
+    later = [sample for sample in samples if sample[0] >= samples[-1][0] / 3]
+    if len(later) < MIN_SAMPLES:
+        return None
+    minutes, mib = np.asarray(later).T
+    line, covariance = np.polyfit(minutes, mib, 1, cov=True)
+    return float(line[0]), float(covariance[0, 0] ** 0.5)
+
+
+def table_of(result: Result) -> Table:
+    """What was done, what the server counted, what broke."""
+    table = Table("", "", title=f"soak of {result.minutes:g} minutes", box=box.MARKDOWN)
+    for name, count in {**result.done, **result.metrics}.items():
+        table.add_row(escape(name), f"{count:.10g}")
+    if result.rss_mib:
+        first, last = result.rss_mib[0][1], result.rss_mib[-1][1]
+        table.add_row("memory MiB, first and last", f"{first:.0f}, {last:.0f}")
+    table.add_row("growth MiB/minute", "-" if result.growth is None else "{:.3f} +- {:.3f}".format(*result.growth))
+    table.add_row("pool when idle", str(result.pool))
+    for what, count in result.broken.items() or {"nothing": 0}.items():
+        table.add_row("broken", f"{count} x {what}" if count else what)
+    return table
+
+
+async def _is_idle(traffic: Traffic) -> bool:
+    metrics = await metrics_of(traffic)
+    return metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
+
+
+async def _uses_only_frozen(traffic: Traffic) -> bool:
+    pool = await pool_of(traffic)
+    return pool["used"] == pool["frozen"]
+
+
+if __name__ == "__main__":
+    typer.run(main)
