@@ -1,0 +1,111 @@
+"""Small vLLM engines for the tests, and what they are asked."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from models import VOCAB_SIZE
+
+BLOCK = 32
+NUM_BLOCKS = 95  # that requests can have; vLLM keeps one more, its null block
+MAX_LENGTH = 2048  # tokens of a request
+STEP_TOKENS = 256  # that vLLM computes in a step: prompts are prefilled, and recovered, over several steps
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # tiny layers: threads would only wait for each other
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+OFF = {"reuse": "off"}
+NAIVE = {"policy": "naive"}
+EVERYTHING = {"policy": "sparsex", "topk": 1.0}  # recomputes every grafted token: the answer must be exact
+
+
+def words(number: int, seed: int) -> list[int]:
+    """Random ordinary tokens."""
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE - 3, number).tolist()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace."""
+
+    prompt: Sequence[int]
+    options: dict[str, Any] | None = None
+    salt: str | None = None
+    max_tokens: int = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: generated tokens, cached tokens of the prompt, and our report (empty from plain vLLM)."""
+
+    tokens: list[int]
+    cached: int
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def grafted(self) -> int:
+        """Tokens that were grafted."""
+        return int(self.report["grafted_tokens"])
+
+
+def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
+    """vLLM's `LLM` in float32, in this process."""
+    os.environ |= ENVIRONMENT
+    set_num_threads = torch.set_num_threads
+    set_num_threads(1)
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    if with_kvgraft:
+        settings["worker_cls"] = "kvgraft.vllm.worker.KVGraftWorker"
+        settings["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KVGraftConnector",
+            kv_connector_module_path="kvgraft.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+        )
+    engine = LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK,
+        num_gpu_blocks_override=NUM_BLOCKS + 1,
+        kv_cache_memory_bytes=1 << 26,
+        max_model_len=MAX_LENGTH,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_num_seqs=16,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        **settings,
+    )
+    torch.set_num_threads = set_num_threads  # vLLM disables it for the whole process
+    return engine
+
+
+def as_prompt(ask: Ask) -> dict[str, Any]:
+    """What vLLM takes as a prompt."""
+    return {"prompt_token_ids": list(ask.prompt)} | ({"cache_salt": ask.salt} if ask.salt else {})
+
+
+def as_sampling(ask: Ask, **fields: Any) -> Any:
+    """vLLM's `SamplingParams`."""
+    from vllm import SamplingParams
+
+    extra = None if ask.options is None else {"kv_transfer_params": {"kvgraft": ask.options}}
+    settings = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "extra_args": extra} | fields
+    return SamplingParams(**settings)
+
+
+def as_answer(output: Any) -> Answer:
+    """From vLLM's `RequestOutput`."""
+    report = (output.kv_transfer_params or {}).get("kvgraft", {})
+    return Answer(list(output.outputs[0].token_ids), output.num_cached_tokens or 0, report)

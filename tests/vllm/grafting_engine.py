@@ -1,0 +1,53 @@
+"""An engine with our connector in a process of its own: one job as JSON on stdin, its answers as the last line.
+
+    {"read": [token ids], "prompts": [token ids], "options": [kvgraft options], "engine": {arguments of vllm.LLM}}
+
+Every prompt is asked once with each of the options, of which `reuse: off` has to be the last, as it leaves exact hits;
+the answers are a list of lists of {tokens, cached, report}.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    from kvgraft.testbed import MODEL_DIR
+    from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+
+    job = json.load(sys.stdin)
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    arguments: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "max_model_len": 4096, "block_size": 32}
+    llm = LLM(
+        **arguments | job.get("engine", {}),
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 28,
+        worker_cls=WORKER_CLASS,
+        kv_transfer_config=transfer,
+    )
+
+    def ask(tokens: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        extra = {"kv_transfer_params": {"kvgraft": options}}
+        params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, extra_args=extra)
+        [answer] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        report = answer.kv_transfer_params["kvgraft"]
+        return {"tokens": answer.outputs[0].token_ids, "cached": answer.num_cached_tokens, "report": report}
+
+    for tokens in job["read"]:
+        ask(tokens, {"reuse": "off"})
+    answers = [[ask(tokens, options) for options in job["options"]] for tokens in job["prompts"]]
+    print(json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    main()

@@ -1,0 +1,290 @@
+"""What we rely on in vLLM, read off our own source: names that we import, calls, attributes of what vLLM hands to us.
+
+Each failure names the line of ours that would break. How vLLM behaves is in `test_contract_behaviour.py`.
+"""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NewType
+
+import pytest
+
+import kvgraft.vllm
+from kvgraft.vllm.compat import ARCHITECTURES, CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.connector import KVGraftConnector
+
+SOURCE = Path(kvgraft.vllm.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config:ModelConfig"
+CACHE, PARALLEL, SCHEDULING = "vllm.config:CacheConfig", "vllm.config:ParallelConfig", "vllm.config:SchedulerConfig"
+TRANSFER, SPECULATIVE = "vllm.config:KVTransferConfig", "vllm.config:SpeculativeConfig"
+REQUEST, PREFILL_STATS = "vllm.v1.request:Request", "vllm.v1.metrics.stats:PrefillStats"
+POOL, BLOCK = "vllm.v1.core.block_pool:BlockPool", "vllm.v1.core.kv_cache_utils:KVCacheBlock"
+MANAGER, BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.core.kv_cache_manager:KVCacheBlocks"
+SPEC, ATTENTION = "vllm.v1.kv_cache_interface:FullAttentionSpec", "vllm.model_executor.layers.attention:Attention"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+PROM, STATS = f"{METRICS}:KVConnectorPromMetrics", f"{METRICS}:KVConnectorStats"
+WORKERS = "vllm.v1.worker.cpu_worker:CPUWorker vllm.v1.worker.gpu_worker:Worker"
+RUNNERS = (
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner vllm.v1.worker.gpu_model_runner:GPUModelRunner "
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+)
+BACKENDS = "vllm.v1.attention.backends."
+BUILDERS = (
+    f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder {BACKENDS}flash_attn:FlashAttentionMetadataBuilder "
+    f"{BACKENDS}triton_attn:TritonAttentionMetadataBuilder"
+)
+IMPLS = (
+    f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl {BACKENDS}flash_attn:FlashAttentionImpl "
+    f"{BACKENDS}triton_attn:TritonAttentionImpl"
+)
+
+# what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
+HANDED = {
+    ("compat.py", "", "config"): CONFIG,
+    ("compat.py", "", "self.config"): CONFIG,
+    ("compat.py", "", "config.cache_config"): CACHE,
+    ("compat.py", "", "self.config.cache_config"): CACHE,
+    ("compat.py", "", "self.config.scheduler_config"): SCHEDULING,
+    ("compat.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat.py", "_model_reasons", "model"): MODEL_CONFIG,
+    ("compat.py", "_model_reasons", "speculation"): SPECULATIVE,
+    ("compat.py", "_parallel_reasons", "parallel"): PARALLEL,
+    ("compat.py", "_cache_reasons", "transfer"): TRANSFER,
+    ("compat.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
+    ("compat.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
+    ("compat.py", "_cache_reasons", "specs[0]"): SPEC,
+    ("compat.py", "", "kv_cache_manager"): MANAGER,
+    ("compat.py", "", "runner"): RUNNERS,
+    ("compat.py", "", "runner.attn_groups[0][0]"): "vllm.v1.worker.utils:AttentionGroup",
+    ("compat.py", "", "self._builder"): BUILDERS,
+    ("compat.py", "", "self._builder.kv_cache_spec"): SPEC,
+    ("compat.py", "", "self.attentions[0]"): ATTENTION,
+    ("compat.py", "", "self.attentions[index]"): ATTENTION,
+    ("compat.py", "", "attention"): ATTENTION,
+    ("compat.py", "", "self.attentions[0].impl"): IMPLS,
+    ("compat.py", "", "attention.impl"): IMPLS,
+    ("compat.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
+    ("worker.py", "", "super()"): WORKERS,
+    ("worker.py", "", "self"): WORKERS,
+    ("worker.py", "", "self.cache_config"): CACHE,
+    ("worker.py", "", "config"): CONFIG,
+    ("worker.py", "", "config.scheduler_config"): SCHEDULING,
+    ("worker.py", "", "model"): MODEL_CONFIG,
+    ("pool.py", "__init__", "blocks"): POOL,
+    ("pool.py", "", "self._pool"): POOL,
+    ("pool.py", "", "blocks[page]"): BLOCK,
+    ("pool.py", "", "self._pool.blocks[page]"): BLOCK,
+    ("stats.py", "", "super()"): PROM,
+    ("stats.py", "PromMetrics", "self"): PROM,
+    ("stats.py", "aggregate", "self"): STATS,
+    ("stats.py", "aggregate", "other"): STATS,
+    ("connector/__init__.py", "", "super()"): BASE,
+    ("connector/__init__.py", "start_load_kv", "self"): BASE,
+    ("connector/__init__.py", "", "blocks"): BLOCKS,
+    ("connector/known.py", "", "kv_cache_manager"): MANAGER,
+    ("connector/known.py", "", "tracked.request"): REQUEST,
+    ("connector/tracked.py", "", "self.request"): REQUEST,
+    ("connector/worker_side.py", "", "self._config"): CONFIG,
+    ("connector/worker_side.py", "", "self._config.model_config"): MODEL_CONFIG,
+    ("connector/worker_side.py", "", "self._config.scheduler_config"): SCHEDULING,
+    ("connector/scheduler_side.py", "", "config"): CONFIG,
+    ("connector/scheduler_side.py", "", "config.kv_transfer_config"): TRANSFER,
+    ("connector/scheduler_side.py", "", "config.model_config"): MODEL_CONFIG,
+    ("connector/scheduler_side.py", "", "config.cache_config"): CACHE,
+    ("connector/scheduler_side.py", "", "config.scheduler_config"): SCHEDULING,
+    ("connector/scheduler_side.py", "", "request"): REQUEST,
+    ("connector/scheduler_side.py", "", "tracked.request"): REQUEST,
+    ("connector/scheduler_side.py", "", "other.request"): REQUEST,
+    ("connector/scheduler_side.py", "", "request.prefill_stats"): PREFILL_STATS,
+    ("connector/scheduler_side.py", "", "self._manager"): MANAGER,
+    ("connector/scheduler_side.py", "end_of_schedule", "output"): "vllm.v1.core.sched.output:SchedulerOutput",
+    ("connector/scheduler_side.py", "on_outcomes", "output"): "vllm.v1.outputs:KVConnectorOutput",
+}
+OWN = {"attentions", "attach", "worker_side", "scheduler_side", "_metrics"}  # attributes of `self` that are ours
+SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"}
+
+
+def resolve(path: str) -> Any:
+    """The object at `module:name.name`."""
+    module, _, names = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def place(file: Path, node: ast.AST) -> str:
+    return f"kvgraft/vllm/{file.relative_to(SOURCE)}:{node.lineno}"
+
+
+def imports(file: Path) -> Iterator[tuple[ast.AST, str, str, str]]:
+    """Every import from vLLM: its node, our name for it, module, name."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node, alias.asname or alias.name, str(node.module), alias.name) for alias in node.names)
+
+
+def imported(module: str, name: str) -> Any:
+    """What `from module import name` gives; AttributeError or ImportError if nothing."""
+    source = importlib.import_module(module)
+    return getattr(source, name) if hasattr(source, name) else importlib.import_module(f"{module}.{name}")
+
+
+@cache
+def attributes(path: str) -> frozenset[str]:
+    """What instances of a class have: members, fields, and what its methods assign to `self`."""
+    cls, found = resolve(path), set()
+    for base in cls.__mro__:
+        found |= {*vars(base), *getattr(base, "__annotations__", ())}
+        try:
+            nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))))
+        except (OSError, TypeError):  # built in
+            continue
+        stored = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        found |= {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    return frozenset(found)
+
+
+def has(path: str, attribute: str) -> bool:
+    setter = SET_BY_OTHERS.get((path, attribute))
+    if setter is not None:
+        return f".{attribute} = " in inspect.getsource(resolve(setter))
+    return attribute in attributes(path)
+
+
+def used(file: Path, scope: str, expression: str) -> Iterator[tuple[ast.Attribute, ast.Call | None]]:
+    """Attributes that we take of an expression, each with its call, if it is called."""
+    roots = [n for n in ast.walk(tree(file)) if getattr(n, "name", None) == scope] if scope else [tree(file)]
+    nodes = [node for root in roots for node in ast.walk(root)]
+    calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == expression:
+            yield node, calls.get(id(node))
+
+
+def fits(function: Any, call: ast.Call, *, bound: bool = False) -> str | None:
+    """Why the arguments of our call do not fit, or None."""
+    if isinstance(function, NewType):
+        return None
+    try:
+        signature = inspect.signature(function)
+        stars = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+        given = [None] * (len([a for a in call.args if not isinstance(a, ast.Starred)]) + bound)
+        (signature.bind_partial if stars else signature.bind)(*given, **{k.arg: None for k in call.keywords if k.arg})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_what_we_import_exists(file: Path):
+    for node, _, module, name in imports(file):
+        try:
+            imported(module, name)
+        except (ImportError, AttributeError) as error:
+            pytest.fail(f"{place(file, node)} imports {module}.{name}: {error}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_what_we_call_takes_our_arguments(file: Path):
+    ours = {alias: imported(module, name) for _, alias, module, name in imports(file)}
+    for node in ast.walk(tree(file)):
+        if not isinstance(node, ast.Call):
+            continue
+        root, *names = ast.unparse(node.func).split(".")
+        if root not in ours or not all(name.isidentifier() for name in names):
+            continue
+        function = ours[root]
+        for name in names:
+            assert hasattr(function, name), f"{place(file, node)} calls {ast.unparse(node.func)}: no {name!r}"
+            function = getattr(function, name)
+        problem = fits(function, node)
+        assert problem is None, f"{place(file, node)} calls {ast.unparse(node)}: {problem}"
+
+
+@pytest.mark.parametrize(("where", "paths"), HANDED.items(), ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_what_vllm_hands_to_us_has_what_we_use(where: tuple[str, str, str], paths: str):
+    name, scope, expression = where
+    file, found = SOURCE / name, 0
+    for node, call in used(file, scope, expression):
+        if expression == "self" and (node.attr in OWN or isinstance(node.ctx, ast.Store)):
+            continue
+        found += 1
+        for path in paths.split():
+            assert has(path, node.attr), f"{place(file, node)} uses {ast.unparse(node)}: {path} has none"
+            member = inspect.getattr_static(resolve(path), node.attr, None)
+            if call is not None and inspect.isfunction(member):
+                problem = fits(member, call, bound=True)
+                assert problem is None, f"{place(file, node)} calls {ast.unparse(call)} of {path}: {problem}"
+    assert found, f"{name} no longer uses {expression} in {scope or 'any function'}: take this entry away"
+
+
+def test_the_sizes_that_we_refuse_are_still_called_so():
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        assert has(PARALLEL, name), f"compat._parallel_reasons asks for {name}, with 1 where there is none"
+
+
+def overrides() -> list[str]:
+    named = {name for name, member in vars(KVGraftConnector).items() if callable(getattr(member, "__func__", member))}
+    return sorted(named - {"__init__", "__abstractmethods__"} - {"__doc__"})
+
+
+@pytest.mark.parametrize("name", overrides())
+def test_the_connector_overrides_what_vllm_calls(name: str):
+    base = next((vars(cls)[name] for cls in KVGraftConnector.__mro__[1:] if name in vars(cls)), None)
+    assert base is not None, f"KVGraftConnector.{name} overrides nothing: vLLM would never call it"
+    theirs, ours = (inspect.signature(getattr(m, "__func__", m)) for m in (base, vars(KVGraftConnector)[name]))
+    shapes = [[(p.name, p.kind) for p in signature.parameters.values()] for signature in (theirs, ours)]
+    assert shapes[0] == shapes[1], f"KVGraftConnector.{name}{ours} is called as {theirs}"
+
+
+def test_the_connector_is_complete():
+    assert not KVGraftConnector.__abstractmethods__, "vLLM asks connectors for more methods than KVGraftConnector has"
+    parameters = list(inspect.signature(KVGraftConnector).parameters)
+    assert parameters == ["vllm_config", "role", "kv_cache_config"], "the factory passes these to KVGraftConnector"
+
+
+def test_the_plugin_is_loaded_in_every_process():
+    group = resolve("vllm.plugins:DEFAULT_PLUGINS_GROUP")
+    [point] = entry_points(group=group, name="kvgraft")
+    register, factory = point.load(), resolve("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory")
+    register()
+    register()  # vLLM says that plugins may be loaded more than once
+    found = factory.get_connector_class_by_name(CONNECTOR)
+    assert found is KVGraftConnector, "kvgraft.vllm.plugin registers the connector by name"
+    transfer = resolve(TRANSFER)(kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both")
+    assert factory.get_connector_class(transfer) is KVGraftConnector, "`--kv-transfer-config` names the module"
+    assert factory.supports_hma_config(transfer), "vLLM refuses connectors without SupportsHMA"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decoder_layers_are_what_the_host_runs(architecture: str):
+    registry = resolve("vllm.model_executor.models.registry:ModelRegistry")
+    module = importlib.import_module(registry.models[architecture].module_name)
+    family = architecture.removesuffix("ForCausalLM")
+    path = f"{module.__name__}:{family}"
+    for cls, attribute in (("ForCausalLM", "model"), ("Model", "layers"), ("DecoderLayer", "self_attn")):
+        assert has(path + cls, attribute), f"ModelHost reads model.model.layers[i].self_attn.attn: no {attribute}"
+    assert has(path + "Attention", "attn"), "ModelHost reads self_attn.attn"
+    assert has(path + "ForCausalLM", "embed_input_ids"), "ModelHost.embed calls embed_input_ids(token_ids)"
+    layer = inspect.signature(getattr(module, f"{family}DecoderLayer").forward)
+    first, rest = list(layer.parameters)[1:4], list(layer.parameters.values())[4:]
+    assert first == ["positions", "hidden_states", "residual"], "ModelHost calls layer(positions, hidden, residual)"
+    assert all(p.default is not p.empty for p in rest), f"ModelHost passes three arguments only: {layer}"
+    source = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, f"{family}Attention").forward)))
+    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.attn"]
+    assert [ast.unparse(call) for call in calls] == ["self.attn(q, k, v)"], "ModelHost's hook takes (q, k, v) by place"

@@ -1,0 +1,224 @@
+"""Frozen text survives what others do, belongs to one namespace, and leaves room for the rest."""
+
+from typing import Any
+
+import pytest
+from engines import BLOCK, EVERYTHING, MAX_LENGTH, NAIVE, NUM_BLOCKS, OFF, Ask, words
+from hosts import Host
+from processes import HostProcess
+
+from kvgraft.vllm.options import CONTROL_TOKEN, Control
+
+DOCUMENT = words(300, 1)
+PROMPT = words(10, 2) + DOCUMENT
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_TOKEN, "a token of the test's own")
+
+
+def control(host: Host, op: str, name: str = "", text: list[int] | None = None, salt: str | None = "a") -> Any:
+    """What the front door sends, and what the engine tells it."""
+    options = Control(op, name).as_params()["kvgraft"]
+    [answer] = host.ask(Ask(text or [5], options, salt, max_tokens=1), limit=200)
+    return answer.report
+
+
+def names(report: dict[str, Any]) -> list[str]:
+    return [segment["name"] for segment in report["segments"]]
+
+
+def flood(host: Host, salt: str = "others") -> None:
+    """As much text as the pool holds, twice over."""
+    for seed in range(100, 104):
+        host.ask(Ask(words(48 * BLOCK, seed), OFF, salt, max_tokens=1))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_text_survives_a_flood(host: Host, plain: HostProcess, frozen: bool):
+    if frozen:
+        assert names(control(host, "freeze", "manual", DOCUMENT)) == ["manual"]
+        assert host.known.pool.num_used == 9
+    else:
+        host.read(DOCUMENT, salt="a")
+    flood(host)
+    [answer] = host.ask(Ask(PROMPT, EVERYTHING, "a"))
+    assert answer.grafted == (288 if frozen else 0)
+    assert [answer.tokens] == plain.tokens(PROMPT)
+
+
+def test_the_life_of_a_segment(host: Host):
+    assert control(host, "list") == {"segments": []}
+    entry = {"name": "manual", "num_tokens": 288, "num_blocks": 9, "num_shed": 0, "hits": 0}
+    assert control(host, "freeze", "manual", DOCUMENT) == {"segments": [entry]}
+    host.ask(Ask(PROMPT, NAIVE, "a"), Ask(words(3, 3) + DOCUMENT, NAIVE, "a"))
+    assert control(host, "list") == {"segments": [entry | {"hits": 2}]}
+    assert names(control(host, "freeze", "notes", words(100, 4))) == ["manual", "notes"]
+    assert host.known.pool.num_used == 9 + 3
+    assert names(control(host, "delete", "manual")) == ["notes"]
+    assert host.known.pool.num_used == 3
+    assert names(control(host, "freeze", "notes", words(200, 5))) == ["notes"]  # replaces the old one
+    assert host.known.pool.num_used == 6
+    assert host.ask(Ask(PROMPT, NAIVE, "a"))[0].grafted == 288  # unfrozen, not forgotten
+    assert control(host, "delete", "notes") == {"segments": []}
+    assert host.known.pool.num_used == 0
+
+
+def test_a_segment_does_not_inherit_the_hits_of_what_its_blocks_held_before(host: Host):
+    for seed in range(1, 4):
+        host.read(words(30 * BLOCK, seed), salt="a")
+        host.ask(Ask(words(5, 9) + words(30 * BLOCK, seed), NAIVE, "a", max_tokens=1))
+    assert (host.known.pool.hit_counts > 0).sum() > 60
+    flood(host)
+    [segment] = control(host, "freeze", "manual", words(30 * BLOCK, 4))["segments"]
+    assert segment["hits"] == 0
+
+
+def test_a_segment_is_its_namespace_s_own(host: Host):
+    control(host, "freeze", "manual", DOCUMENT, salt="a")
+    assert control(host, "list", salt="b") == {"segments": []}
+    assert control(host, "delete", "manual", salt="b")["status"] == 404
+    assert names(control(host, "freeze", "manual", words(64, 3), salt="b")) == ["manual"]
+    assert host.ask(Ask(PROMPT, NAIVE, "b"))[0].cached == 0
+    assert control(host, "delete", "manual", salt="b") == {"segments": []}
+    assert names(control(host, "list", salt="a")) == ["manual"]
+
+
+def test_two_names_of_one_text_hold_it_twice(host: Host):
+    for name in ("one", "two"):
+        control(host, "freeze", name, DOCUMENT)
+    assert host.known.pool.num_used == 9
+    control(host, "delete", "one")
+    flood(host)
+    assert host.ask(Ask(PROMPT, NAIVE, "a"))[0].grafted == 288
+
+
+def test_what_cannot_be_frozen(host: Host):
+    assert control(host, "freeze", "short", words(BLOCK - 1, 1))["status"] == 400
+    assert control(host, "freeze", "large", words(48 * BLOCK, 1))["status"] == 409  # half of the pool is 47 blocks
+    assert control(host, "delete", "nothing")["status"] == 404
+    assert control(host, "list") == {"segments": []}
+    assert host.known.pool.num_used == 0
+
+
+def test_a_frozen_text_is_computed_exactly(host: Host, plain: HostProcess):
+    """Although its parts are known elsewhere, and could be grafted."""
+    host.read(DOCUMENT, salt="a")
+    control(host, "freeze", "manual", PROMPT)
+    prompt = PROMPT + words(20, 3)
+    [answer] = host.ask(Ask(prompt, OFF, "a"))
+    assert answer.cached == 9 * BLOCK
+    assert [answer.tokens] == plain.tokens(prompt)
+
+
+def test_a_text_that_is_well_known_can_be_frozen(host: Host):
+    """It must be found when those who had it before are gone."""
+    for seed in range(10, 16):
+        host.read(words(2 * BLOCK, seed) + DOCUMENT, salt="a")
+    control(host, "freeze", "manual", DOCUMENT)
+    flood(host)
+    assert host.ask(Ask(PROMPT, NAIVE, "a"))[0].grafted == 288
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"op": "freeze", "name": "x", "token": "wrong"},
+        {"op": "freeze", "name": "x", "token": ""},
+        {"op": "freeze", "name": "x"},
+        {"op": "freeze", "name": "x", "token": None},
+        {"op": "freeze", "name": "x", "token": ["a token of the test's own"]},
+        {"op": "thaw", "name": "x", "token": "a token of the test's own"},
+        {"op": "freeze", "name": "x", "token": "a token of the test's own", "more": 1},
+        "freeze",
+        None,
+    ],
+    ids=str,
+)
+def test_a_forged_operation_is_an_ordinary_request_without_reuse(host: Host, plain: HostProcess, forged: Any):
+    host.read(DOCUMENT, salt="a")
+    [answer] = host.ask(Ask(PROMPT, {"control": forged}, "a"))
+    assert [answer.tokens] == plain.tokens(PROMPT)
+    assert (answer.cached, answer.report["reason"]) == (0, "invalid_params")
+    assert host.known.frozen.list() == []
+
+
+def test_without_a_token_in_the_environment_nobody_may_freeze(host: Host, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(CONTROL_TOKEN)
+    for token in ("", "None"):
+        [answer] = host.ask(Ask(DOCUMENT, {"control": {"op": "freeze", "name": "x", "token": token}}, "a"))
+        assert answer.report["reason"] == "invalid_params"
+    assert host.known.frozen.list() == []
+
+
+def test_an_aborted_freeze_freezes_nothing(host: Host):
+    for num_steps in range(3):
+        name = host.add(Ask(words(700, num_steps), Control("freeze", "x").as_params()["kvgraft"], "a", max_tokens=1))
+        for _ in range(num_steps):
+            host.step()
+        host.abort(name)
+        host.settle()
+    assert host.known.frozen.list() == []
+
+
+def test_a_namespace_sheds_its_own_text_under_pressure(host: Host, plain: HostProcess):
+    """Above the watermark, 85 of 95 blocks, and only as much as is needed; the least used first."""
+    control(host, "freeze", "used", words(10 * BLOCK, 1))
+    control(host, "freeze", "unused", words(20 * BLOCK, 2))
+    host.ask(Ask(words(5, 3) + words(10 * BLOCK, 1), NAIVE, "a"))
+    long_prompt = words(60 * BLOCK - 10, 4)
+    [answer] = host.ask(Ask(long_prompt, OFF, "a"))
+    assert [answer.tokens] == plain.tokens(long_prompt)
+    shed = {segment["name"]: segment["num_shed"] for segment in control(host, "list")["segments"]}
+    assert shed == {"used": 0, "unused": 5}
+
+
+def test_a_namespace_never_sheds_another_s_text(host: Host, plain: HostProcess):
+    control(host, "freeze", "manual", words(30 * BLOCK, 1))
+    long_prompt = words(60 * BLOCK - 10, 4)
+    for seed in range(3):
+        [answer] = host.ask(Ask(long_prompt[seed:], OFF, "b"))
+        assert [answer.tokens] == plain.tokens(long_prompt[seed:])
+    [segment] = control(host, "list")["segments"]
+    assert (segment["num_blocks"], segment["num_shed"]) == (30, 0)
+
+
+def test_frozen_text_leaves_room_for_everyone_s_longest_request(host: Host):
+    """Whether or not the engine takes the text: who has nothing to shed must not wait for ever."""
+    control(host, "freeze", "manual", words(47 * BLOCK, 1))
+    prompt = words(MAX_LENGTH - 1, 2)
+    [answer] = host.ask(Ask(prompt, OFF, "b", max_tokens=1), limit=200)
+    assert answer.report["fresh_tokens"] == len(prompt)
+
+
+def test_a_grafted_request_of_the_longest_kind_beside_frozen_text(host: Host, plain: HostProcess):
+    """Its sources are frozen, so they cannot be what is given up."""
+    manual = words(30 * BLOCK, 1)
+    control(host, "freeze", "manual", manual)
+    prompt = words(10, 2) + manual + words(MAX_LENGTH - 11 - len(manual), 3)
+    [answer] = host.ask(Ask(prompt, EVERYTHING, "a", max_tokens=1), limit=200)
+    assert [answer.tokens] == plain.tokens(prompt, max_tokens=1)
+
+
+def test_a_reset_drops_frozen_text(host: Host, plain: HostProcess):
+    """vLLM refuses to reset while blocks are held; and what is computed afterwards may be of other weights."""
+    control(host, "freeze", "manual", DOCUMENT)
+    assert host.llm.reset_prefix_cache()
+    assert host.known.pool.num_used == 0
+    assert control(host, "list") == {"segments": []}
+    host.poison(range(1, NUM_BLOCKS + 1))
+    [answer] = host.ask(Ask(PROMPT, EVERYTHING, "a"))
+    assert (answer.cached, answer.report["reason"]) == (0, "no_known_text")
+    assert [answer.tokens] == plain.tokens(PROMPT)
+    assert names(control(host, "freeze", "manual", DOCUMENT)) == ["manual"]
+
+
+def test_gauges_show_the_pool(host: Host):
+    control(host, "freeze", "manual", DOCUMENT)
+    host.ask(Ask(words(10, 3), OFF))
+    found = {state: host.count("pool_blocks", state) for state in ("used", "free", "frozen")}
+    assert found["frozen"] == 9
+    assert found["used"] + found["free"] == NUM_BLOCKS
+    assert host.count("frozen_segments") == 1
+    assert host.count("index_entries") == len(host.known.index)

@@ -1,0 +1,25 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from models import make_model
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
+def test_a_recovery_of_32000_tokens_stays_within_its_stated_bound(tmp_path: Path):
+    model = make_model(
+        tmp_path / "model", "qwen3", hidden_size=512, num_attention_heads=8, head_dim=64, max_position_embeddings=40_000
+    )
+    script = Path(__file__).parent / "recovery_memory.py"
+    done = subprocess.run([sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(measured)
+    assert measured["grafted"] > 31_000
+    assert 0.2 * measured["bound"] < measured["grown"] <= measured["bound"]

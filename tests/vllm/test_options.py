@@ -1,0 +1,197 @@
+"""What a request may say about reuse: every refusal names the field and what is allowed."""
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.policies import Full, Naive, SparseX
+from kvgraft.vllm.options import CONTROL_TOKEN, KEY, MAX_NAME, Control, Report, RequestOptions, check_name
+
+DEFAULT = SparseX(boundary=3, topk=0.2)
+SHARES = st.floats(0, 1) | st.integers(0, 1)
+COUNTS = st.integers(0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("said", "policy"),
+    [
+        ({}, DEFAULT),
+        ({"policy": "sparsex"}, DEFAULT),
+        ({"policy": "naive"}, Naive()),
+        ({"policy": "full"}, Full()),
+        ({"policy": "sparsex:boundary=1,topk=0.5"}, SparseX(boundary=1, topk=0.5)),
+        ({"policy": "sparsex:boundary=1", "topk": 0.5}, SparseX(boundary=1, topk=0.5)),
+        ({"topk": 0.7}, SparseX(boundary=3, topk=0.7)),
+        ({"policy": "sparsex", "topk": 0.7}, SparseX(boundary=3, topk=0.7)),
+        ({"topk": 1}, SparseX(boundary=3, topk=1)),
+        ({"boundary": 0.5, "tail_tokens": 8}, SparseX(boundary=0.5, topk=0.2, tail_tokens=8)),
+    ],
+)
+def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, Any], policy: Any):
+    assert RequestOptions.parse(said, DEFAULT) == RequestOptions(policy)
+
+
+@given(st.fixed_dictionaries({}, optional={"topk": SHARES, "boundary": COUNTS | st.floats(0, 1)}))
+def test_each_option_changes_itself_only(said: dict[str, Any]):
+    parsed = RequestOptions.parse(said, DEFAULT).policy
+    assert asdict(parsed) == asdict(DEFAULT) | said
+
+
+@pytest.mark.parametrize(("said", "reuse"), [({}, True), ({"reuse": "auto"}, True), ({"reuse": "off"}, False)])
+def test_reuse_is_on_unless_it_is_off(said: dict[str, Any], reuse: bool):
+    assert RequestOptions.parse(said, DEFAULT).reuse is reuse
+
+
+def test_the_namespace_is_taken_as_it_is():
+    assert RequestOptions.parse({"namespace": "Team ä/7"}, DEFAULT).namespace == "Team ä/7"
+    assert RequestOptions.parse({}, DEFAULT).namespace == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"reuse": "on"}, "reuse must be 'auto' or 'off', got 'on'"),
+        ({"reuse": True}, "reuse must be 'auto' or 'off', got True"),
+        ({"reuse": None}, "reuse must be 'auto' or 'off', got None"),
+        ({"reuse": ["auto"]}, "reuse must be 'auto' or 'off'"),
+        ({"policy": 3}, "policy must be a string, got 3"),
+        ({"policy": "best"}, "unknown policy 'best': choose from full, naive, sparsex"),
+        ({"policy": ""}, "unknown policy '': choose from full, naive, sparsex"),
+        ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=number"),
+        ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has boundary, topk"),
+        ({"policy": "naive:topk=1"}, "policy 'naive' has no option 'topk': it has none"),
+        ({"topk": 1.5}, "topk must be a share from 0 to 1, got 1.5"),
+        ({"topk": -0.1}, "topk must be a share from 0 to 1, got -0.1"),
+        ({"topk": float("nan")}, "topk must be a share from 0 to 1, got nan"),
+        ({"topk": "0.1"}, "topk must be a share from 0 to 1, got '0.1'"),
+        ({"topk": True}, "topk must be a share from 0 to 1, got True"),
+        ({"boundary": -1}, "boundary must be an integer of at least 0, got -1"),
+        ({"boundary": 1.5}, "boundary must be a share from 0 to 1, got 1.5"),
+        ({"boundary": None}, "boundary must be an integer of at least 0, got None"),
+        ({"overflow_blocks": 0.5}, "overflow_blocks must be an integer of at least 0, got 0.5"),
+        ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
+        ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, namespace"),
+        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, namespace, boundary, topk, overflow_blocks"),
+        ({"control": {"op": "list"}}, "no field 'control': allowed are"),
+        ({"name": "sparsex"}, "no field 'name': allowed are"),
+        ({7: 1}, "no field 7: allowed are"),
+        ({"namespace": 5}, "namespace must be a printable string of 1 to 128 characters, got '5'"),
+        ({"namespace": "a\nb"}, "namespace must be a printable string"),
+        ({"namespace": "x" * (MAX_NAME + 1)}, "namespace must be a printable string"),
+    ],
+    ids=str,
+)
+def test_what_is_not_allowed_is_refused_by_name(said: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RequestOptions.parse(said, DEFAULT)
+
+
+@pytest.mark.parametrize("count", [10**6, 10**18, 10**30])
+def test_a_count_of_any_size_is_refused_or_works(count: int):
+    plan = Plan.for_prompt(8, 4)
+    for name in ("overflow_blocks", "tail_tokens", "boundary"):
+        with suppress(ValueError):
+            policy = RequestOptions.parse({name: count}, DEFAULT).policy
+            assert isinstance(policy, SparseX)
+            assert plan.overflow(policy.overflow_blocks).shape == plan.tail(policy.tail_tokens).shape == (8,)
+            assert 0 <= policy.num_dense_layers(6) <= 6
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(["policy", "reuse", "namespace", *(f.name for f in fields(SparseX))])
+
+
+@given(st.dictionaries(NAMES | st.text(), JSON))
+def test_any_json_is_either_understood_or_refused(said: dict[str, Any]):
+    try:
+        parsed = RequestOptions.parse(said, DEFAULT)
+    except ValueError:
+        return
+    assert said.keys() <= {"policy", "reuse", "namespace"} | {f.name for f in fields(parsed.policy)}
+    assert parsed.namespace == said.get("namespace", "")
+
+
+@given(st.text(max_size=200))
+def test_names_are_printable_and_bounded(text: str):
+    allowed = text.isprintable() and 0 < len(text) <= MAX_NAME
+    if allowed:
+        check_name("segment", text)
+    else:
+        with pytest.raises(ValueError, match=f"^segment must be a printable string of 1 to {MAX_NAME} characters"):
+            check_name("segment", text)
+
+
+def test_an_empty_name_needs_permission_and_a_refusal_does_not_repeat_everything():
+    check_name("namespace", "", may_be_empty=True)
+    with pytest.raises(ValueError, match="segment") as raised:
+        check_name("segment", "y" * 10_000)
+    assert len(str(raised.value)) < 150
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(CONTROL_TOKEN, "secret")
+    return "secret"
+
+
+@pytest.mark.parametrize("control", [Control("freeze", "manual"), Control("delete", "manual"), Control("list")])
+def test_a_control_operation_survives_its_way_into_the_engine(token: str, control: Control):
+    assert Control.parse(control.as_params()[KEY]["control"]) == control
+
+
+@pytest.mark.parametrize("wrong", ["", "Secret", "secre", "secret ", "sécret", None, 0, ["secret"]])
+def test_a_wrong_token_is_refused(token: str, wrong: Any):
+    with pytest.raises(ValueError, match="come from the front door only"):
+        Control.parse({"op": "list", "name": "", "token": wrong})
+
+
+def test_a_control_operation_without_a_token_is_refused(token: str):
+    with pytest.raises(ValueError, match="come from the front door only"):
+        Control.parse({"op": "list"})
+
+
+@pytest.mark.parametrize("shown", ["", None, "None"])
+def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, shown: Any):
+    monkeypatch.setenv(CONTROL_TOKEN, "")
+    with pytest.raises(ValueError, match="front door"):
+        Control.parse({"op": "list", "token": shown})
+    monkeypatch.delenv(CONTROL_TOKEN)
+    with pytest.raises(ValueError, match="front door"):
+        Control.parse({"op": "list", "token": shown})
+    assert CONTROL_TOKEN not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete or list, got 'thaw'"),
+        ({"token": "secret"}, "op must be freeze, delete or list, got 'None'"),
+        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have op, name and token"),
+        ("list", "control must have op, name and token"),
+        (None, "control must have op, name and token"),
+    ],
+    ids=str,
+)
+def test_what_is_no_control_operation_is_refused(token: str, said: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Control.parse(said)
+
+
+def test_a_report_travels_as_plain_json():
+    report = Report(policy="Naive()", prompt_tokens=9, grafted_tokens=4, fresh_tokens=5, spans=[[0, 4, "grafted"]])
+    sent = report.as_params()
+    assert list(sent) == [KEY]
+    assert Report(**sent[KEY]) == report
+    sent[KEY]["spans"].append("changed")
+    assert report.spans == [[0, 4, "grafted"]]

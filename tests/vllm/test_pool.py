@@ -1,0 +1,263 @@
+"""Virtual and frozen blocks in vLLM's own block pool: what is live, who holds what, and nothing is ever lost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvgraft.segments.frozen import FrozenPool
+from kvgraft.vllm.pool import SharedPool
+
+BLOCK, NUM_PAGES = 4, 9
+
+
+def make_pool() -> BlockPool:
+    """vLLM's pool of NUM_PAGES pages and the null block."""
+    init_none_hash(sha256)
+    return BlockPool(num_gpu_blocks=NUM_PAGES + 1, enable_caching=True, hash_block_size=BLOCK)
+
+
+def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:
+    """As vLLM does for a request: allocate, compute, and register by hash; the caller holds the pages."""
+    tokens = [1000 * seed + i for i in range(BLOCK * num_pages)]
+    request = Request(str(seed), tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher())
+    blocks: list[KVCacheBlock] = pool.get_new_blocks(num_pages)
+    pool.cache_full_blocks(
+        request=request,
+        blocks=blocks,
+        num_cached_blocks=0,
+        num_full_blocks=num_pages,
+        block_size=BLOCK,
+        kv_cache_group_id=0,
+    )
+    return [block.block_id for block in blocks]
+
+
+def hasher() -> Any:
+    return get_request_block_hasher(BLOCK, sha256)
+
+
+def free(pool: BlockPool, pages: Sequence[int]) -> None:
+    pool.free_blocks([pool.blocks[page] for page in reversed(pages)])
+
+
+@pytest.fixture
+def blocks() -> BlockPool:
+    return make_pool()
+
+
+@pytest.fixture
+def pool(blocks: BlockPool) -> SharedPool:
+    return SharedPool(blocks)
+
+
+def test_the_null_block_is_no_page(pool: SharedPool):
+    assert (pool.num_pages, pool.num_free, pool.num_used) == (NUM_PAGES, NUM_PAGES, 0)
+    assert len(pool.hit_counts) == NUM_PAGES + 1
+    assert pool.hit_counts.dtype == np.int64
+
+
+def test_pages_have_versions_as_soon_as_vllm_knows_their_content(pool: SharedPool, blocks: BlockPool):
+    fresh = [block.block_id for block in blocks.get_new_blocks(2)]
+    assert pool.versions(fresh).tolist() == [0, 0]
+    known = fill(blocks, 3, seed=1)
+    versions = pool.versions(known)
+    assert versions.dtype == np.int64
+    assert len({*versions.tolist(), 0}) == 4
+    assert pool.is_live(np.array(known), versions).all()
+    assert not pool.is_live(np.array(fresh), pool.versions(fresh)).any()
+    assert not pool.is_live(np.array(known), versions + 1).any()
+
+
+def test_equal_content_has_equal_versions_wherever_it_lies(pool: SharedPool, blocks: BlockPool):
+    assert pool.versions(fill(blocks, 2, seed=1)).tolist() == pool.versions(fill(blocks, 2, seed=1)).tolist()
+
+
+def test_free_pages_stay_live_until_vllm_reclaims_them(pool: SharedPool, blocks: BlockPool):
+    known = fill(blocks, 3, seed=1)
+    versions = pool.versions(known)
+    free(blocks, known)
+    assert pool.num_used == 0
+    assert pool.is_live(np.array(known), versions).all()
+    blocks.get_new_blocks(NUM_PAGES - 3)
+    assert pool.is_live(np.array(known), versions).all(), "pages without content go first"
+    [reclaimed] = blocks.get_new_blocks(1)
+    assert reclaimed.block_id == known[-1], "of a text its end goes first"
+    assert pool.is_live(np.array(known), versions).tolist() == [True, True, False]
+
+
+def test_new_content_in_an_old_page_is_another_version(pool: SharedPool, blocks: BlockPool):
+    old = fill(blocks, NUM_PAGES, seed=1)
+    versions = pool.versions(old)
+    free(blocks, old)
+    assert sorted(fill(blocks, NUM_PAGES, seed=2)) == sorted(old)
+    assert not pool.is_live(np.array(old), versions).any()
+    assert pool.versions(old).all()
+
+
+def test_a_reset_ends_every_version(pool: SharedPool, blocks: BlockPool):
+    known = fill(blocks, 3, seed=1)
+    versions = pool.versions(known)
+    free(blocks, known)
+    assert blocks.reset_prefix_cache()
+    assert pool.versions(known).tolist() == [0, 0, 0]
+    assert not pool.is_live(np.array(known), versions).any()
+
+
+def test_held_pages_are_never_reclaimed(pool: SharedPool, blocks: BlockPool):
+    known = fill(blocks, 3, seed=1)
+    versions = pool.versions(known)
+    free(blocks, known)
+    pool.acquire(known[:2])
+    assert [pool.ref_count(page) for page in known] == [1, 1, 0]
+    assert (pool.num_used, pool.num_free) == (2, NUM_PAGES - 2)
+    taken = blocks.get_new_blocks(NUM_PAGES - 2)
+    assert not {block.block_id for block in taken} & set(known[:2])
+    assert pool.is_live(np.array(known), versions).tolist() == [True, True, False]
+    with pytest.raises(ValueError, match="free blocks"):
+        blocks.get_new_blocks(1)
+    pool.release(known[:2])
+    assert pool.num_free == 2
+    assert pool.is_live(np.array(known[:2]), versions[:2]).all()
+
+
+def test_holding_twice_needs_letting_go_twice(pool: SharedPool, blocks: BlockPool):
+    known = fill(blocks, 2, seed=1)
+    pool.acquire(known)
+    free(blocks, known)
+    assert pool.num_used == 2
+    pool.acquire(known)
+    pool.release(known)
+    assert [pool.ref_count(page) for page in known] == [1, 1]
+    pool.release(known)
+    assert pool.num_used == 0
+
+
+def test_released_text_is_reclaimed_from_its_end(pool: SharedPool, blocks: BlockPool):
+    known = fill(blocks, NUM_PAGES, seed=1)
+    pool.acquire(known)
+    free(blocks, known)
+    pool.release(known)
+    order = [blocks.get_new_blocks(1)[0].block_id for _ in known]
+    assert order == known[::-1]
+
+
+class Conservation(RuleBasedStateMachine):
+    """Requests of vLLM and holders of ours share the pages in any order; the counts always add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make_pool()
+        self.pool = SharedPool(self.blocks)
+        self.requests: list[list[int]] = []
+        self.held: list[list[int]] = []
+        self.promised: list[tuple[list[int], np.ndarray]] = []  # what is held, and its versions then
+        self.seed = 0
+
+    @rule(num_pages=st.integers(1, 4))
+    def request(self, num_pages: int) -> None:
+        if num_pages <= self.pool.num_free:
+            self.seed += 1
+            self.requests.append(fill(self.blocks, num_pages, self.seed))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 99))
+    def end_request(self, which: int) -> None:
+        free(self.blocks, self.requests.pop(which % len(self.requests)))
+
+    @rule(pages=st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=4))
+    def hold(self, pages: set[int]) -> None:
+        live = [page for page in sorted(pages) if self.pool.versions([page])[0]]
+        if live:
+            self.pool.acquire(live)
+            self.held.append(live)
+            self.promised.append((live, self.pool.versions(live)))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def let_go(self, which: int) -> None:
+        index = which % len(self.held)
+        self.pool.release(self.held.pop(index))
+        self.promised.pop(index)
+
+    @invariant()
+    def references_are_those_of_the_living(self) -> None:
+        living = Counter(page for pages in [*self.requests, *self.held] for page in pages)
+        assert {p: self.pool.ref_count(p) for p in range(1, NUM_PAGES + 1)} == {
+            page: living[page] for page in range(1, NUM_PAGES + 1)
+        }
+        assert self.pool.num_used == len(living)
+        assert self.pool.num_used + self.pool.num_free == self.pool.num_pages
+
+    @invariant()
+    def what_is_held_stays_what_it_was(self) -> None:
+        for pages, versions in self.promised:
+            assert self.pool.is_live(np.array(pages), versions).all()
+
+
+TestConservation = Conservation.TestCase
+TestConservation.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_frozen_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, blocks: BlockPool):
+    frozen, kept, other = FrozenPool(pool), fill(blocks, 3, seed=1), fill(blocks, 3, seed=2)
+    versions = {page: int(pool.versions([page])[0]) for page in (*kept, *other)}
+    frozen.insert("manual", "ours", kept)
+    free(blocks, kept)
+    free(blocks, other)
+    for seed in range(3, 9):
+        free(blocks, fill(blocks, 6, seed))
+    assert pool.is_live(np.array(kept), np.array([versions[page] for page in kept])).all()
+    assert not pool.is_live(np.array(other), np.array([versions[page] for page in other])).any()
+    frozen.delete("manual", "ours")
+    assert pool.num_used == 0
+
+
+def test_capacity_is_a_share_of_the_pages_without_the_null_block(pool: SharedPool, blocks: BlockPool):
+    frozen, pages = FrozenPool(pool, capacity=4 / NUM_PAGES), fill(blocks, 5, seed=1)
+    with pytest.raises(ValueError, match="'big' needs 5 frozen pages, but 0 of at most 4 are taken"):
+        frozen.insert("big", "ours", pages)
+    assert [pool.ref_count(page) for page in pages] == [1] * 5
+    frozen.insert("fits", "ours", pages[:4])
+    assert [pool.ref_count(page) for page in pages] == [2, 2, 2, 2, 1]
+
+
+def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(pool: SharedPool, blocks: BlockPool):
+    frozen, mine, theirs = (
+        FrozenPool(pool, watermark=6 / NUM_PAGES, capacity=1.0),
+        fill(blocks, 4, 1),
+        fill(blocks, 3, 2),
+    )
+    frozen.insert("mine", "a", mine)
+    frozen.insert("theirs", "b", theirs)
+    free(blocks, mine)
+    free(blocks, theirs)
+    pool.hit_counts[[mine[0], mine[3]]] += 1
+    assert pool.num_used == 7
+    assert frozen.shed("a", num_needed=1) == 2
+    [entry] = frozen.list("a")
+    assert (entry.pages, entry.num_shed) == ((mine[0], mine[3]), 2)
+    assert frozen.list("b")[0].pages == tuple(theirs)
+    assert frozen.shed("a", num_needed=NUM_PAGES) == 2
+    assert (frozen.list("a"), pool.num_used) == ([], 3)
+    assert frozen.shed("a", num_needed=NUM_PAGES) == 0
+
+
+def test_what_a_request_still_holds_is_not_counted_as_room(pool: SharedPool, blocks: BlockPool):
+    frozen, pages = FrozenPool(pool), fill(blocks, 3, seed=1)
+    frozen.insert("manual", "a", pages)
+    assert frozen.num_sheddable("a") == 0
+    free(blocks, pages)
+    assert frozen.num_sheddable("a") == 3
+    frozen.insert("copy", "b", pages)
+    assert frozen.num_sheddable("a") == 0

@@ -1,0 +1,185 @@
+"""What a client is told about its request, and what the metrics say of all of them, is what happened."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
+from hosts import Host
+
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.policies import POLICIES
+
+DOCUMENT, OPENING = words(300, 1), words(100, 2)
+KINDS = ("prefix", "grafted", "fresh")
+
+
+@dataclass(frozen=True)
+class Failing(Policy):
+    """Fails at once."""
+
+    name: ClassVar[str] = "failing"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        raise RuntimeError("a policy's own bug")
+
+
+@pytest.fixture(autouse=True)
+def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, Failing.name, Failing)
+
+
+def check_consistent(answer: Answer, prompt: list[int]) -> None:
+    """Kinds, spans and vLLM's own count tell the same."""
+    report = answer.report
+    counts: Counter[str] = Counter()
+    position = 0
+    for start, stop, kind in report["spans"]:
+        assert start == position < stop
+        counts[kind] += stop - start
+        position = stop
+    assert position == report["prompt_tokens"] == len(prompt)
+    assert {kind: counts[kind] for kind in KINDS} == {kind: report[f"{kind}_tokens"] for kind in KINDS}
+    assert answer.cached == report["prefix_tokens"] + report["grafted_tokens"]
+    assert (report["reason"] is None) == (report["grafted_tokens"] > 0)
+    assert 0 < report["computed_share"] <= 1
+    assert report["recomputed_tokens"] <= report["grafted_tokens"]
+
+
+@pytest.mark.parametrize("options", [NAIVE, EVERYTHING, OFF, None, {"topk": 0.5}, {"policy": "failing"}], ids=str)
+@pytest.mark.parametrize("opening", [[], OPENING], ids=["", "prefix"])
+def test_reports_are_consistent(host: Host, options: dict[str, Any] | None, opening: list[int]):
+    host.read(OPENING, DOCUMENT)
+    prompt = opening + words(20, 3) + DOCUMENT[:200] + words(9, 4) + DOCUMENT[150:] + words(2, 5)
+    [answer] = host.ask(Ask(prompt, options))
+    check_consistent(answer, prompt)
+    assert answer.report["prefix_tokens"] == len(opening) // BLOCK * BLOCK
+
+
+def test_shares_and_stages(host: Host):
+    host.read(DOCUMENT)
+    prompt = words(20, 3) + DOCUMENT
+    naive, sparsex, everything = (
+        host.ask(Ask(prompt, options))[0].report
+        for options in (NAIVE, {"policy": "sparsex", "boundary": 1}, EVERYTHING)
+    )
+    fresh = 320 - 288
+    assert naive["computed_share"] == fresh / 320
+    assert (naive["recomputed_tokens"], everything["recomputed_tokens"], everything["computed_share"]) == (0, 288, 1.0)
+    recomputed = sparsex["recomputed_tokens"]
+    assert 64 < recomputed < 288
+    assert sparsex["computed_share"] == pytest.approx((320 + 3 * (fresh + recomputed)) / (4 * 320))
+    assert set(naive["stages"]) == {"match", "align", "sparse"}
+    assert set(sparsex["stages"]) == {"match", "align", "dense", "select", "sparse"}
+    assert all(seconds > 0 for seconds in sparsex["stages"].values())
+
+
+REASONS: list[tuple[list[int], Any, str]] = [
+    (words(20, 3) + DOCUMENT, OFF, "off"),
+    (words(200, 4), NAIVE, "no_known_text"),
+    (words(20, 3), NAIVE, "no_known_text"),
+    (words(20, 5) + DOCUMENT[:40] + words(20, 6), NAIVE, "too_little_known"),
+    (words(900, 7) + DOCUMENT[:80], NAIVE, "too_little_known"),
+    (words(20, 3) + DOCUMENT, {"policy": "full"}, "policy_full"),
+    (words(20, 3) + DOCUMENT, {"policy": "nothing"}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"more": 1}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"topk": "all"}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"topk": float("nan")}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"reuse": ["off"]}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"policy": {"sparsex": 1}}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"namespace": "\ud800"}, "invalid_params"),
+    (words(20, 3) + DOCUMENT, {"reuse": "off", "policy": "failing"}, "off"),
+    (words(20, 3) + DOCUMENT, {"policy": "failing"}, "error"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "reason"), REASONS, ids=[f"{r}-{str(o)[:30]}" for _, o, r in REASONS])
+def test_reasons(host: Host, prompt: list[int], options: Any, reason: str):
+    host.read(DOCUMENT)
+    host.stats.reset()
+    [answer] = host.ask(Ask(prompt, options))
+    assert answer.report["reason"] == reason
+    check_consistent(answer, prompt)
+    if reason == "error":
+        assert host.stats.data["kvgraft:fallbacks_total"] == {"error": 1}
+    else:
+        assert host.stats.data["kvgraft:misses_total"] == {reason: 1}
+        assert "kvgraft:fallbacks_total" not in host.stats.data
+
+
+@pytest.mark.parametrize("params", [{"kvgraft": 5}, {"kvgraft": None}, {"kvgraft": []}, {"kvgraft": "off"}], ids=str)
+def test_parameters_of_a_wrong_type_cost_only_the_reuse(host: Host, params: dict[str, Any]):
+    host.read(DOCUMENT)
+    name = host.add(Ask(words(20, 3) + DOCUMENT), extra_args={"kv_transfer_params": params})
+    [answer] = host.finish(name)
+    assert (answer.grafted, answer.report["reason"]) == (0, "invalid_params")
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvgraft": {}}, {"remote_engine_id": "x"}], ids=str)
+def test_without_parameters_the_default_policy_applies(host: Host, params: dict[str, Any] | None):
+    host.read(DOCUMENT)
+    extra = None if params is None else {"kv_transfer_params": params}
+    [answer] = host.finish(host.add(Ask(words(20, 3) + DOCUMENT), extra_args=extra))
+    assert answer.grafted == 288
+    assert answer.report["policy"].lower().startswith("sparsex")
+
+
+def test_metrics_add_up_to_the_reports(host: Host):
+    host.read(OPENING, DOCUMENT)
+    host.stats.reset()
+    prompts = [words(20, seed) + DOCUMENT + words(seed, 9) for seed in range(3, 6)]
+    prompts += [OPENING + DOCUMENT, OPENING + words(50, 10), words(20, 11), words(30, 12) + DOCUMENT]
+    options = [NAIVE, EVERYTHING, {"policy": "sparsex", "boundary": 1}, NAIVE, NAIVE, NAIVE, OFF]
+    answers = host.ask(*[Ask(prompt, option) for prompt, option in zip(prompts, options, strict=True)])
+    host.settle()
+    reports = [answer.report for answer in answers]
+    for kind in (*KINDS, "recomputed"):
+        assert host.count("tokens_total", kind) == sum(report[f"{kind}_tokens"] for report in reports), kind
+    outcomes = {"grafted": 4, "prefix_only": 1, "miss": 1, "off": 1}
+    assert host.stats.data["kvgraft:requests_total"] == outcomes
+    assert [report["grafted_tokens"] > 0 for report in reports] == [True] * 4 + [False] * 3
+    assert host.stats.data["kvgraft:misses_total"] == Counter(filter(None, (r["reason"] for r in reports)))
+    for stage in ("align", "dense", "select", "sparse"):
+        seconds = host.stats.data["kvgraft:stage_seconds"][stage]
+        assert sorted(seconds) == sorted(r["stages"][stage] for r in reports if stage in r["stages"])
+
+
+def test_metrics_do_not_count_grafts_that_were_given_up(host: Host):
+    host.read(DOCUMENT)
+    host.stats.reset()
+    prompt = words(20, 3) + DOCUMENT
+    host.ask(Ask(prompt, {"policy": "failing"}))
+    assert host.stats.data["kvgraft:fallbacks_total"] == {"error": 1}
+    assert host.count("tokens_total", "grafted") == 0
+    assert host.count("tokens_total", "fresh") == len(prompt)
+    assert host.count("requests_total", "grafted") == 0
+
+
+def test_a_graft_after_a_preemption_is_reported(host: Host):
+    """The answer is approximate from then on; its report must not call it exact."""
+    prompt = words(50, 2) + DOCUMENT
+    name = host.add(Ask(prompt, NAIVE, max_tokens=5))
+    host.step_until(lambda: name in host.outputs)
+    request = host.request(name)
+    taken = set(host.manager.get_block_ids(request.request_id)[0])
+    host.scheduler.running.remove(request)
+    host.scheduler._preempt_request(request, 0.0)  # as for want of blocks
+    host.evict(taken)
+    host.scheduler.waiting.remove_requests([request])
+    host.read(DOCUMENT)
+    host.scheduler.waiting.prepend_request(request)
+    [answer] = host.finish(name)
+    report = answer.report
+    assert host.side.known.pool.hit_counts.sum() > 0  # it did graft
+    assert (report["grafted_tokens"], report["reason"]) == (288, None)
+    assert sum(report[f"{kind}_tokens"] for kind in KINDS) == report["prompt_tokens"] == len(prompt)
+
+
+def test_many_spans_are_cut_off(host: Host):
+    pieces = [words(BLOCK, seed) for seed in range(35)]
+    host.read(*pieces)
+    prompt = [token for number, piece in enumerate(pieces) for token in [*words(3, 100 + number), *piece]]
+    [answer] = host.ask(Ask(prompt, NAIVE))
+    assert len(answer.report["spans"]) == 64
+    assert answer.grafted == 35 * BLOCK - 1

@@ -1,0 +1,62 @@
+"""The server's settings: every refusal names the setting and what is allowed."""
+
+import re
+from typing import Any
+
+import pytest
+
+from kvgraft.kv.pages import PagePool
+from kvgraft.segments.frozen import FrozenPool
+from kvgraft.vllm.connector.settings import Settings
+
+
+def test_nothing_given_is_the_default():
+    assert Settings.parse({}) == Settings()
+
+
+def test_what_is_given_is_taken():
+    said = {
+        "policy": "sparsex:boundary=2,topk=0.3",
+        "approximate_sources": True,
+        "watermark": 1,
+        "frozen_capacity": 0.25,
+        "min_graft_tokens": 1,
+        "min_graft_share": 0,
+    }
+    assert Settings.parse(said) == Settings(**said)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"polcy": "naive"}, "no KVGraft setting 'polcy': allowed are policy, approximate_sources, watermark"),
+        ({"policy": "best"}, "unknown policy 'best': choose from full, naive, sparsex"),
+        ({"policy": "sparsex:topk=2"}, "topk must be a share from 0 to 1, got 2"),
+        ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
+        ({"policy": None}, "policy must be a string, got None"),
+        ({"policy": 3}, "policy must be a string, got 3"),
+        ({"watermark": 1.5}, "watermark must be a share"),
+        ({"watermark": "0.9"}, "watermark must be a share"),
+        ({"watermark": True}, "watermark must be a share"),
+        ({"frozen_capacity": -0.1}, "frozen_capacity must be a share"),
+        ({"frozen_capacity": float("nan")}, "frozen_capacity must be a share"),
+        ({"min_graft_share": 2}, "min_graft_share must be a share from 0 to 1, got 2"),
+        ({"min_graft_tokens": 0}, "min_graft_tokens must be an integer of at least 1, got 0"),
+        ({"min_graft_tokens": 1.0}, "min_graft_tokens must be an integer of at least 1, got 1.0"),
+        ({"approximate_sources": "yes"}, "approximate_sources must be true or false, got 'yes'"),
+        ({"approximate_sources": 1}, "approximate_sources must be true or false, got 1"),
+    ],
+    ids=str,
+)
+def test_what_is_not_allowed_is_refused_by_name(said: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.parse(said)
+
+
+@pytest.mark.parametrize("name", ["watermark", "frozen_capacity"])
+def test_shares_of_the_pool_are_those_that_the_frozen_pool_takes(name: str):
+    for share in (1e-9, 0.5, 1):
+        settings = Settings.parse({name: share})
+        FrozenPool(PagePool(8, 4), settings.watermark, settings.frozen_capacity)
+    with pytest.raises(ValueError, match=name):
+        Settings.parse({name: 0})

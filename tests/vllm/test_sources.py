@@ -1,0 +1,93 @@
+"""What becomes known, and when: prompts, generated text, text of requests that still run; nothing approximate."""
+
+import pytest
+from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
+from hosts import Host
+from processes import HostProcess
+
+DOCUMENT = words(300, 1)
+
+
+def test_generated_text_is_a_source(host: Host, plain: HostProcess):
+    [first] = host.ask(Ask(words(40, 1), OFF, max_tokens=150))
+    prompt = words(7, 2) + first.tokens + words(7, 3)
+    [quoting] = host.ask(Ask(prompt, EVERYTHING))
+    assert quoting.grafted >= 100
+    assert [quoting.tokens] == plain.tokens(prompt)
+
+
+def test_a_prompt_is_a_source_as_soon_as_it_is_computed(host: Host, plain: HostProcess):
+    """While it is prefilled, as far as it has got; then while its request still decodes."""
+    text = words(600, 1)
+    reader = host.add(Ask(text, OFF, max_tokens=50))
+    host.step()
+    host.step()
+    assert host.request(reader).num_computed_tokens == 512
+    prompts = [words(10, 2) + text, words(20, 3) + text]
+    [early] = host.ask(Ask(prompts[0], EVERYTHING))
+    assert early.grafted == 512
+    [late] = host.ask(Ask(prompts[1], EVERYTHING))
+    assert not host.outputs[reader].finished
+    assert late.grafted == 18 * BLOCK
+    assert [early.tokens, late.tokens] == plain.tokens(*prompts)
+    assert [host.finish(reader)[0].tokens] == plain.tokens(text, max_tokens=50)
+
+
+def test_a_conversation_grafts_what_moved(host: Host, plain: HostProcess):
+    """History behind another system prompt, with the answers that were generated to it."""
+    history = words(50, 1)
+    for turn in range(3):
+        [answer] = host.ask(Ask(history, OFF, max_tokens=40))
+        history = history + answer.tokens + words(30, 10 + turn)
+    [moved] = host.ask(Ask(words(33, 9) + history, EVERYTHING))
+    assert moved.grafted >= 160
+    assert [moved.tokens] == plain.tokens(words(33, 9) + history)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_follows_a_graft_is_a_source_only_if_configured(
+    host: Host, monkeypatch: pytest.MonkeyPatch, allowed: bool
+):
+    monkeypatch.setattr(host.known, "approximate_sources", allowed)
+    host.read(DOCUMENT)
+    question = words(200, 3)
+    [first] = host.ask(Ask(words(70, 2) + DOCUMENT + question, NAIVE, max_tokens=100))
+    assert first.grafted == 288
+    assert first.report["registered_blocks"] == ((570 + 99) // BLOCK if allowed else 70 // BLOCK)
+    again, continued = host.ask(Ask(words(5, 4) + question, NAIVE), Ask(words(6, 5) + first.tokens, NAIVE))
+    assert [answer.grafted > 60 for answer in (again, continued)] == [allowed, allowed]
+
+
+def test_what_precedes_a_graft_is_a_source(host: Host, plain: HostProcess):
+    """It was computed from exact keys and values only."""
+    host.read(DOCUMENT)
+    opening = words(200, 2)
+    assert host.ask(Ask(opening + DOCUMENT, NAIVE))[0].report["prefix_tokens"] == 0
+    [moved] = host.ask(Ask(words(9, 3) + opening, EVERYTHING))
+    assert moved.grafted == 192
+    assert [moved.tokens] == plain.tokens(words(9, 3) + opening)
+
+
+def test_reuse_off_offers_its_text_to_others(host: Host):
+    [answer] = host.ask(Ask(DOCUMENT, OFF, max_tokens=50))
+    assert answer.report["registered_blocks"] == 349 // BLOCK
+    assert host.ask(Ask(words(3, 2) + DOCUMENT, NAIVE))[0].grafted == 299
+
+
+def test_evicted_text_is_no_source(host: Host, plain: HostProcess):
+    host.read(DOCUMENT)
+    host.evict(sorted(host.blocks_with_content())[:4])
+    prompt = words(10, 2) + DOCUMENT
+    [answer] = host.ask(Ask(prompt, EVERYTHING))
+    assert answer.grafted == 5 * BLOCK
+    assert [answer.tokens] == plain.tokens(prompt)
+
+
+def test_a_preempted_request_offers_its_text_again(host: Host):
+    """It lies elsewhere when the request comes back."""
+    texts = [words(900, seed) for seed in (1, 2, 3)]
+    names = [host.add(Ask(text, OFF, max_tokens=130)) for text in texts]
+    requests = [host.request(name) for name in names]
+    host.finish(*names)
+    assert [request.num_preemptions for request in requests] == [0, 0, 1]
+    assert host.ask(Ask(words(6, 8) + texts[2], NAIVE))[0].grafted == 899

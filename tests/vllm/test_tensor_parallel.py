@@ -1,0 +1,84 @@
+"""Two tensor-parallel ranks graft and recompute exactly what one does (float32, greedy)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraft.engine.text import load_tokenizer
+from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed.scenarios import make_scenarios
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+ENGINE = Path(__file__).with_name("grafting_engine.py")
+POLICIES = {
+    "sparse": {"policy": "sparsex", "boundary": 1, "topk": 0.1},
+    "projected": {"policy": "sparsex", "boundary": 0, "topk": 0.1},  # scores from queries alone
+    "everything": {"policy": "sparsex", "boundary": 1, "topk": 1.0},
+    "naive": {"policy": "naive"},
+    "off": {"reuse": "off"},
+}
+Asked = dict[str, dict[str, Any]]  # by policy: tokens, cached, report
+
+
+def make_job() -> dict[str, Any]:
+    """What three applications read, and what they then ask about the same text in another order."""
+    tokenizer = load_tokenizer(MODEL_DIR)
+    items = [item for scenario in make_scenarios(seed=1, num_items=1) for item in scenario.items]
+
+    def encode(segments: tuple[str, ...]) -> list[int]:
+        return [token for text in segments for token in tokenizer.encode(text, add_special_tokens=False)]
+
+    return {
+        "read": [encode(segments) for item in items for segments in item.phase_1],
+        "prompts": [encode(prompt.segments) for item in items for prompt in item.phase_2[::2]],
+        "options": list(POLICIES.values()),
+    }
+
+
+def run(job: dict[str, Any], ranks: int) -> list[Asked]:
+    """Answers to every prompt, from an engine with that many ranks, one core each."""
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+    env = os.environ | cores | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    text = json.dumps(job | {"engine": {"tensor_parallel_size": ranks}})
+    done = subprocess.run([sys.executable, ENGINE], input=text, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [dict(zip(POLICIES, answers, strict=True)) for answers in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.fixture(scope="module")
+def one_and_two() -> list[tuple[Asked, Asked]]:
+    """For each prompt, what one rank and what two ranks answered."""
+    job = make_job()
+    return list(zip(run(job, ranks=1), run(job, ranks=2), strict=True))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks_answer_as_one(one_and_two: list[tuple[Asked, Asked]], policy: str):
+    assert len(one_and_two) == 6
+    for one, two in one_and_two:
+        counts = [
+            {name: value for name, value in asked[policy]["report"].items() if name != "stages"} for asked in (one, two)
+        ]
+        assert counts[0] == counts[1]
+        assert one[policy]["tokens"] == two[policy]["tokens"]
+        assert one[policy]["cached"] == two[policy]["cached"]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
+def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
+    for _, asked in one_and_two:
+        reports = {policy: answer["report"] for policy, answer in asked.items()}
+        for policy in ("sparse", "projected", "everything", "naive"):
+            assert reports[policy]["grafted_tokens"] > 0.5 * reports[policy]["prompt_tokens"]
+            assert asked[policy]["cached"] == reports[policy]["prefix_tokens"] + reports[policy]["grafted_tokens"]
+        assert reports["everything"]["recomputed_tokens"] == reports["everything"]["grafted_tokens"]
+        assert 0 < reports["sparse"]["recomputed_tokens"] < 0.5 * reports["sparse"]["grafted_tokens"]
+        assert reports["naive"]["recomputed_tokens"] == reports["off"]["grafted_tokens"] == 0
+        assert asked["everything"]["tokens"] == asked["off"]["tokens"]
+    assert any(asked["naive"]["tokens"] != asked["off"]["tokens"] for _, asked in one_and_two), "grafts are read"
