@@ -274,7 +274,7 @@ def test_padding_aligns_segments_to_blocks(model_dirs: dict[str, Path], engine: 
     directory = make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match="pad_segments needs a tokenizer with a pad token"):
         Engine(model_dirs["llama"], pad_segments=True)
-    engine.tokenizer.pad_token = "<unk>"  # noqa: S105
+    engine.tokenizer.pad_token = "<unk>"
     engine.tokenizer.save_pretrained(directory)
     padded = Engine(directory, dtype="float32", pad_segments=True)
     segment = Segment(" ".join(f"w{i}" for i in range(3, 3 + 32)))

@@ -27,7 +27,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(
         [SAMPLE] * 3, trainers.BpeTrainer(vocab_size=290, special_tokens=["<eos>"], initial_alphabet=alphabet)
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # noqa: S106 - no password
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
@@ -35,11 +35,11 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"aehnt", "▁t", "▁th", "▁the", "▁a"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "a")]
-    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))  # noqa: S106 - no password
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(strip)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
 BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
