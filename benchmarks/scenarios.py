@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.evaluate.servers import Server
 from load import Client, Outcome, Summary, drive
-from servers import Server
 from workload import Ask, Shape, arrivals, make_workload
 
 OnProgress = Callable[[int, int], object]
@@ -120,7 +120,7 @@ async def run_scenario(
         RuntimeError: a request failed.
     """
     count = (scenario.rounds + 1) * scenario.prompts
-    asks = make_workload("rag", scenario.shape, count, words, seed)
+    asks = make_workload("rag", scenario.shape, count, words, f"{scenario.name} {seed}")
     for ask in (ask for ask in asks if not ask.timed):
         for client in (pair.plain, pair.ours):
             _checked(await client.ask(ask))

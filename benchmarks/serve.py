@@ -21,9 +21,10 @@ import typer
 from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.servers import Server
 from load import Client, Summary, drive, local_tokenizer, words_of
 from scenarios import SCENARIOS, Figure, Pair, compare_workloads, make_random_model, run_scenario
-from servers import Server, ServerOptions, start
+from servers import THREADS, ServerOptions, start
 from tables import comparison_of, configuration, line_of, table_of
 from workload import KINDS, Shape, arrivals, make_workload, single_token_words
 
@@ -85,7 +86,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the servers started.")] = "float32",
     layers: Annotated[int, typer.Option(help="Of the random model used without --model.")] = 12,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Of one step.", show_default="vLLM's")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU cores of each server.", show_default="all")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Drive an endpoint, or compare plain vLLM with ours."""
@@ -99,7 +100,7 @@ def main(
         with _model(settings, layers) as settings:
             result = in_turn(pairing, settings, model or f"random, {layers} layers", console)
     else:
-        _refuse("without --compare or --scenario", rounds=rounds, threads=threads, batched=max_num_batched_tokens)
+        _refuse("without --compare or --scenario", rounds=rounds, max_num_batched_tokens=max_num_batched_tokens)
         url, extra = url or URL, {"kv_transfer_params": {"kvgraft": options}} if options else {}
         client = Client(
             url, api_key=api_key, model=model, chat=chat, extra=extra if only_openai else extra | {"ignore_eos": True}

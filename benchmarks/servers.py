@@ -1,5 +1,6 @@
 """Servers that a benchmark starts for itself, all with the same settings."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from kvgraft.evaluate.servers import Server, serving
 
-__all__ = ["Server", "ServerOptions", "start"]
+THREADS = max(1, (os.cpu_count() or 1) - 1)
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class ServerOptions:
 
     Attributes:
         max_num_batched_tokens: of one step; 0 leaves it to vLLM.
-        threads: CPU cores that the model runs on, from core 0; 0 takes all.
+        threads: CPU cores that the model runs on, from core 0. By default one is left to the rest; vLLM's own choice
+            would be another one with a connector than without.
         kv_gib: memory of the KV pool.
         flags: any more flags of vLLM.
     """
@@ -27,7 +29,7 @@ class ServerOptions:
     dtype: str = "float32"
     max_model_len: int = 4096
     max_num_batched_tokens: int = 0
-    threads: int = 0
+    threads: int = THREADS
     kv_gib: int = 1
     flags: tuple[str, ...] = ()
 
@@ -41,8 +43,8 @@ class ServerOptions:
 
     def environment(self) -> dict[str, str]:
         """What vLLM reads from its environment."""
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{self.threads - 1}"} if self.threads else {}
-        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)} | cores
+        cores = ",".join(map(str, range(self.threads)))
+        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
 
 
 @contextmanager

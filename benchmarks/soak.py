@@ -28,9 +28,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.servers import Server
 from kvgraft.testbed import MODEL_DIR
 from load import local_tokenizer
-from servers import Server, ServerOptions, start
+from servers import ServerOptions, start
 from soak_traffic import TIMEOUT_S, Traffic, bearer, label
 from workload import single_token_words
 

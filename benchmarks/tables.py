@@ -90,7 +90,7 @@ def configuration(settings: ServerOptions, model: str) -> dict[str, Any]:
         "max model len": settings.max_model_len,
         "max batched tokens": settings.max_num_batched_tokens or "vLLM's",
         "KV GiB each": settings.kv_gib,
-        "threads": settings.threads or "all",
+        "threads": settings.threads,
         "cores": os.cpu_count(),
         "cpu": names[0] if names else platform.processor(),
     } | {name: metadata.version(name) for name in sorted(installed)}

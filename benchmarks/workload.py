@@ -91,15 +91,16 @@ def single_token_words(encode: Encode, candidates: Iterable[str]) -> tuple[str, 
     return kept
 
 
-def make_workload(kind: str, shape: Shape, count: int, words: Sequence[str], seed: int) -> tuple[Ask, ...]:
-    """`count` timed requests of a kind, after the untimed ones that they need; equal arguments give equal text.
+def make_workload(kind: str, shape: Shape, count: int, words: Sequence[str], seed: object) -> tuple[Ask, ...]:
+    """`count` timed requests of a kind, after the untimed ones that they need; equal arguments give equal text,
+    other shapes, kinds and seeds have no text in common.
 
     Raises:
         ValueError: an unknown kind, or answers that do not fit into the prompts that hold them.
     """
     if kind not in KINDS:
         raise ValueError(f"workload must be one of {', '.join(KINDS)}, got {kind!r}")
-    author = Author(shape, words, Random(f"{kind} {seed}"))
+    author = Author(shape, words, Random(f"{kind} {shape} {count} {seed}"))
     if kind == "rag":
         return author.rag(count)
     if kind == "chat":

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 import serve
 import soak
+from kvgraft.evaluate.servers import Server
 from kvgraft.testbed import MODEL_DIR
 from load import Client, Outcome, drive, local_tokenizer, words_of
 from scenarios import worst_gap
-from servers import Server, ServerOptions, start
+from servers import ServerOptions, start
 from soak_traffic import Traffic
 from workload import Shape, make_workload, single_token_words
 

@@ -118,12 +118,15 @@ def test_requests_need_only_earlier_ones(kind: str):
     assert [ask.timed for ask in asks] == sorted(ask.timed for ask in asks), "untimed ones come first"
 
 
-def test_equal_seeds_make_equal_text_and_others_do_not():
-    def texts(seed: int) -> list[str]:
-        return [prompt(ask) for ask in make_workload("mixed", Shape(600, 0.8, 8), 9, WORDS, seed)]
+def test_equal_arguments_make_equal_text_and_others_do_not():
+    shape = Shape(600, 0.8, 8)
 
-    assert texts(1) == texts(1)
-    assert not set(texts(1)) & set(texts(2))
+    def texts(kind: str = "mixed", shape: Shape = shape, count: int = 9, seed: object = 1) -> list[list[int]]:
+        return [list(ENCODE(prompt(ask))) for ask in make_workload(kind, shape, count, WORDS, seed)]
+
+    assert texts() == texts()
+    others = [*texts(seed=2), *texts("rag"), *texts("chat"), *texts(shape=Shape(601, 0.8, 8)), *texts(count=12)]
+    assert max(known_share(text, others) for text in texts()) == 0.0
 
 
 def test_what_cannot_be_made_is_refused():

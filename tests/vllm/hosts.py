@@ -71,6 +71,17 @@ class Host:
         """Whether vLLM still holds the request."""
         return self._ids[name] in self.scheduler.requests
 
+    def preempt(self, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Take a running request's blocks, as for want of others; it comes back after something has happened."""
+        request = self.request(name)
+        blocks = set(self.manager.get_block_ids(request.request_id)[0])
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)
+        self.scheduler.waiting.remove_requests([request])
+        self.evict(blocks)
+        meanwhile()
+        self.scheduler.waiting.prepend_request(request)
+
     def abort(self, *names: str) -> None:
         """As when clients go away."""
         self.engine.abort_request(list(names))

@@ -47,6 +47,9 @@ IMPLS = (
     f"{BACKENDS}triton_attn:TritonAttentionImpl"
 )
 
+OUTPUT = "vllm.outputs:RequestOutput"
+TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.models"
+
 # what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
 HANDED = {
     ("compat.py", "", "config"): CONFIG,
@@ -108,6 +111,16 @@ HANDED = {
     ("connector/scheduler_side.py", "", "self._manager"): MANAGER,
     ("connector/scheduler_side.py", "end_of_schedule", "output"): "vllm.v1.core.sched.output:SchedulerOutput",
     ("connector/scheduler_side.py", "on_outcomes", "output"): "vllm.v1.outputs:KVConnectorOutput",
+    ("server/guard.py", "", "client"): "vllm.v1.engine.async_llm:AsyncLLM",
+    ("server/guard.py", "", "client.engine_core"): "vllm.v1.engine.core_client:AsyncMPClient",
+    ("server/guard.py", "admit", "request"): "vllm.v1.engine:EngineCoreRequest",
+    ("server/guard.py", "", "output"): OUTPUT,
+    ("server/ledger.py", "", "output"): OUTPUT,
+    ("server/ledger.py", "", "metrics"): "vllm.v1.metrics.stats:RequestStateStats",
+    ("server/segments.py", "_token_ids", "answer"): f"{TOKENIZE}.protocol:TokenizeResponse",
+    ("server/segments.py", "_token_ids", "error"): "vllm.entrypoints.serve.engine.protocol:ErrorInfo",
+    ("server/segments.py", "", "request.app.state.serving_tokenization"): f"{TOKENIZE}.serving:ServingTokenization",
+    ("server/status.py", "", "request.app.state.openai_serving_models"): f"{MODELS}.serving:OpenAIServingModels",
 }
 OWN = {"attentions", "attach", "worker_side", "scheduler_side", "_metrics"}  # attributes of `self` that are ours
 SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"}

@@ -161,14 +161,7 @@ def test_a_graft_after_a_preemption_is_reported(host: Host):
     prompt = words(50, 2) + DOCUMENT
     name = host.add(Ask(prompt, NAIVE, max_tokens=5))
     host.step_until(lambda: name in host.outputs)
-    request = host.request(name)
-    taken = set(host.manager.get_block_ids(request.request_id)[0])
-    host.scheduler.running.remove(request)
-    host.scheduler._preempt_request(request, 0.0)  # as for want of blocks
-    host.evict(taken)
-    host.scheduler.waiting.remove_requests([request])
-    host.read(DOCUMENT)
-    host.scheduler.waiting.prepend_request(request)
+    host.preempt(name, lambda: host.read(DOCUMENT))
     [answer] = host.finish(name)
     report = answer.report
     assert host.side.known.pool.hit_counts.sum() > 0  # it did graft

@@ -73,14 +73,7 @@ def test_a_preempted_request_does_not_wait_for_itself(host: Host, plain: HostPro
     prompt = words(20 * BLOCK, 2) + document
     name = host.add(Ask(prompt, EVERYTHING, max_tokens=8))
     host.step_until(lambda: name in host.outputs)
-    request = host.request(name)
-    taken = set(host.manager.get_block_ids(request.request_id)[0])
-    host.scheduler.running.remove(request)
-    host.scheduler._preempt_request(request, 0.0)  # as for want of blocks
-    host.evict(taken)
-    host.scheduler.waiting.remove_requests([request])
-    host.read(document)
-    host.scheduler.waiting.prepend_request(request)
+    host.preempt(name, lambda: host.read(document))
     [answer] = host.finish(name, limit=100)
     assert [answer.tokens] == plain.tokens(prompt)
 

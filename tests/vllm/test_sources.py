@@ -58,6 +58,17 @@ def test_what_follows_a_graft_is_a_source_only_if_configured(
     assert [answer.grafted > 60 for answer in (again, continued)] == [allowed, allowed]
 
 
+def test_approximate_sources_are_told_from_exact_ones(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """What has been named while they were allowed is no source when they are not."""
+    monkeypatch.setattr(host.known, "approximate_sources", True)
+    host.read(DOCUMENT)
+    opening, question = words(70, 2), words(200, 3)
+    host.ask(Ask(opening + DOCUMENT + question, NAIVE))
+    monkeypatch.setattr(host.known, "approximate_sources", False)
+    assert host.ask(Ask(words(5, 4) + question, NAIVE))[0].grafted == 0
+    assert host.ask(Ask(words(6, 5) + opening, NAIVE))[0].grafted == 64
+
+
 def test_what_precedes_a_graft_is_a_source(host: Host, plain: HostProcess):
     """It was computed from exact keys and values only."""
     host.read(DOCUMENT)
@@ -85,9 +96,11 @@ def test_evicted_text_is_no_source(host: Host, plain: HostProcess):
 
 def test_a_preempted_request_offers_its_text_again(host: Host):
     """It lies elsewhere when the request comes back."""
-    texts = [words(900, seed) for seed in (1, 2, 3)]
-    names = [host.add(Ask(text, OFF, max_tokens=130)) for text in texts]
-    requests = [host.request(name) for name in names]
-    host.finish(*names)
-    assert [request.num_preemptions for request in requests] == [0, 0, 1]
-    assert host.ask(Ask(words(6, 8) + texts[2], NAIVE))[0].grafted == 899
+    text = words(900, 1)
+    name = host.add(Ask(text, OFF, max_tokens=60))
+    host.step_until(lambda: name in host.outputs)
+    host.read(words(9, 3))  # who comes is offered what is there
+    host.preempt(name)
+    [answer] = host.finish(name)
+    assert answer.report["registered_blocks"] == 900 // BLOCK + 959 // BLOCK
+    assert host.ask(Ask(words(6, 2) + text, NAIVE))[0].grafted == 899

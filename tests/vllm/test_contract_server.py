@@ -1,0 +1,131 @@
+"""What the front door relies on in vLLM's API server, beside the names and calls that `test_contract.py` reads."""
+
+import ast
+import inspect
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.plugins import DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from kvgraft.vllm.server import arguments, keys, serve
+from kvgraft.vllm.server.guard import EngineGuard
+from kvgraft.vllm.server.plugin import FrontDoorPlugin
+
+SOURCE = Path(arguments.__file__).parent
+
+
+@cache
+def vllms_arguments() -> frozenset[str]:
+    """What the command line of `vllm serve` sets."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return frozenset(action.dest for action in parser._actions)
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.glob("*.py")), ids=lambda file: file.name)
+def test_the_arguments_that_we_read_exist(file: Path):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "app.state.args"):
+            known = node.attr in vllms_arguments() or node.attr == "no_kvgraft" or node.attr.startswith("kvgraft_")
+            assert known, f"{file.name}:{node.lineno} reads args.{node.attr}, which vLLM's parser does not set"
+
+
+def test_the_defaults_that_we_set_are_of_arguments_that_exist():
+    for node in ast.walk(ast.parse(inspect.getsource(arguments._make_parser))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "parser.set_defaults":
+            unknown = {keyword.arg for keyword in node.keywords} - vllms_arguments()
+            assert not unknown, f"arguments._make_parser sets defaults of {unknown}: argparse would take any name"
+    assert set(arguments.NEVER) <= vllms_arguments(), "arguments.NEVER refuses these by name"
+
+
+def test_the_environment_that_we_read_and_set_is_vllms():
+    for name in (serve.PLUGINS, keys.API_KEY, keys.RESPONSES_STORE, "VLLM_USE_RUST_FRONTEND"):
+        assert name in envs.environment_variables, f"{name} steers vLLM no more"
+
+
+def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
+    assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the front door in this group"
+    assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, "allowed_plugins keeps what vLLM would load without a list"
+    [point] = entry_points(group=ENDPOINT_PLUGINS_GROUP, name=serve.PLUGIN)
+    assert point.load() is FrontDoorPlugin
+    monkeypatch.setenv(serve.PLUGINS, serve.allowed_plugins(None))
+    [loaded] = [plugin for plugin in load_endpoint_plugins(("generate",)) if plugin.name == serve.PLUGIN]
+    assert isinstance(loaded, FrontDoorPlugin)
+    assert isinstance(loaded, EndpointPlugin)
+    monkeypatch.delenv(serve.PLUGINS)
+    assert load_endpoint_plugins(("generate",)) == [], "plain `vllm serve` has no front door unless it is named"
+
+
+@pytest.mark.parametrize("name", ["attach_router", "init_state"])
+def test_the_front_door_is_called_as_it_expects(name: str):
+    theirs, ours = (inspect.signature(getattr(cls, name)) for cls in (EndpointPlugin, FrontDoorPlugin))
+    assert list(theirs.parameters) == list(ours.parameters)
+    assert inspect.iscoroutinefunction(getattr(EndpointPlugin, name)) == (name == "init_state")
+
+
+def test_the_front_door_sees_every_route_before_vllm_checks_keys(monkeypatch: pytest.MonkeyPatch):
+    """Our plugin takes the keys away from vLLM, and its middleware lies around all routes that vLLM has."""
+    seen: dict[str, Any] = {}
+
+    def attach(self: Any, app: FastAPI) -> None:
+        seen["routes"] = {getattr(route, "path", "") for route in app.routes}
+        seen["args"] = app.state.args
+        app.state.args.api_key = [""]
+
+    monkeypatch.setattr(FrontDoorPlugin, "attach_router", attach)
+    monkeypatch.setenv(serve.PLUGINS, serve.PLUGIN)
+    monkeypatch.setenv(keys.API_KEY, "secret")
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    app = build_app(args, ("generate",))
+    assert seen["args"] is args, "FrontDoorPlugin.attach_router reads app.state.args"
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"} <= seen["routes"]
+    names = {middleware.cls.__name__ for middleware in app.user_middleware}
+    assert "AuthenticationMiddleware" not in names, "vLLM takes the keys from app.state.args after the plugins"
+
+
+def test_vllm_checks_keys_by_itself_without_the_front_door(monkeypatch: pytest.MonkeyPatch):
+    """So that the test above can fail."""
+    monkeypatch.setenv(keys.API_KEY, "secret")
+    app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate",))
+    assert "AuthenticationMiddleware" in {middleware.cls.__name__ for middleware in app.user_middleware}
+
+
+@pytest.mark.parametrize("name", ["serving_tokenization", "openai_serving_models"])
+def test_the_application_keeps_what_our_routes_ask(name: str):
+    package = Path(inspect.getfile(init_app_state)).parents[2]
+    stored = [file for file in package.rglob("*.py") if f"state.{name} = " in file.read_text()]
+    assert stored, f"our routes read app.state.{name}"
+
+
+def test_every_request_passes_the_guard():
+    source = inspect.getsource(AsyncLLM)
+    sends = [line.strip() for line in source.splitlines() if "add_request" in line and "engine_core" in line]
+    assert sends, "EngineGuard.admit stands in for engine_core.add_request_async"
+    assert all("self.engine_core.add_request_async(" in line for line in sends), "EngineGuard guards this entrance only"
+    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, EngineGuard))
+    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "EngineGuard.control passes these"
+    assert ours[:3] == theirs[:3]
+    admit = list(inspect.signature(EngineGuard.admit).parameters)
+    assert admit == ["self", "request"], "engine_core.add_request_async(request)"
+
+
+def test_options_travel_in_the_extra_arguments():
+    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"kvgraft": {}}})
+    assert params.extra_args == {"kv_transfer_params": {"kvgraft": {}}}, "guard._params_of reads them there"
+    for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+        for field in ("kv_transfer_params", "cache_salt"):
+            assert field in request.model_fields, f"{request.__name__} carries {field}, which the guard sets or reads"
