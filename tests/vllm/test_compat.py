@@ -90,6 +90,7 @@ def test_every_family_passes(tmp_path: Path, family: str):
     ("changes", "reason"),
     [
         ({"enable_prefix_caching": False}, "prefix caching off"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {compat.WORKER_CLASS}"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"enable_lora": True}, "LoRA"),

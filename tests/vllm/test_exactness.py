@@ -28,7 +28,7 @@ OPENING = words(100, 3)
 
 @dataclass(frozen=True)
 class Scattered(Policy):
-    """A policy of the test's own: every layer in three passes over every third token, so that all runs are short."""
+    """A policy of the test's own: every layer in three passes over some tokens, in runs of one or two, near and far."""
 
     name: ClassVar[str] = "scattered"
 
@@ -38,8 +38,7 @@ class Scattered(Policy):
         for layer in range(ctx.num_layers):
             ctx.project(layer, hidden)  # the keys and values of all of them, so that each pass sees the others'
             states = torch.empty_like(hidden.states)
-            for third in range(3):
-                some = ctx.plan.active & (ctx.plan.positions % 3 == third)
+            for some in (ctx.plan.active & (ctx.plan.positions**2 % 7 % 3 == number) for number in range(3)):
                 states[some[hidden.where]] = ctx.layer(layer, hidden.only(some)).states
             hidden = hidden.with_states(states)
         return hidden

@@ -65,9 +65,11 @@ def _version_reasons() -> Iterator[str]:
 
 def _model_reasons(config: VllmConfig) -> Iterator[str]:
     model, text = config.model_config, config.model_config.hf_text_config
-    if not set(model.architectures) & set(ARCHITECTURES):
-        yield f"model class {', '.join(model.architectures)}: supported are {', '.join(ARCHITECTURES)}"
+    if model.architecture not in ARCHITECTURES:  # what vLLM has resolved, not only what the checkpoint says
+        yield f"model class {model.architecture}: supported are {', '.join(ARCHITECTURES)}"
         return
+    if model.trust_remote_code:
+        yield "trust_remote_code: a checkpoint must not bring code"
     if model.is_multimodal_model:
         yield "a multimodal model"
     if getattr(text, "dual_chunk_attention_config", None):
@@ -281,7 +283,7 @@ class ModelHost:
         ratio = self.block_size // self._kernel_block_size
         if ratio == 1:
             return blocks
-        return (blocks[..., None] * ratio + torch.arange(ratio, device=blocks.device)).flatten(1)
+        return (blocks[..., None] * ratio + torch.arange(ratio).to(blocks)).flatten(1)
 
     def _check_layout(self) -> None:
         """Write to the null block, which nothing reads, and read it back."""
