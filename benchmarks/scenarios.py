@@ -229,7 +229,8 @@ def make_random_model(folder: Path, layers: int, max_position: int) -> None:
     from ttft import make_model
 
     make_model(folder, layers, max_position)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
+    words = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 4096)}  # vLLM refuses text by the length of the longest
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 

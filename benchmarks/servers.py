@@ -1,6 +1,8 @@
 """Servers that a benchmark starts for itself, all with the same settings."""
 
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,6 +54,17 @@ def start(options: ServerOptions, *flags: str, environment: Mapping[str, str] | 
     """A server with these settings and more flags; see `kvgraft.evaluate.servers.serving`."""
     settings = options.environment() | dict(environment or {})
     with ExitStack() as stack:
+        stack.enter_context(_leaving_at_sigterm())
         with Console(stderr=True).status("starting a server"):
             server = stack.enter_context(serving(*options.arguments(), *flags, environment=settings))
         yield server
+
+
+@contextmanager
+def _leaving_at_sigterm() -> Iterator[None]:
+    """A signal that would end this process at once raises SystemExit, so that it does not leave the server behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvgraft.segments.frozen import FrozenPool
@@ -23,7 +23,8 @@ BLOCK, NUM_PAGES = 4, 9
 
 def make_pool() -> BlockPool:
     """vLLM's pool of NUM_PAGES pages and the null block."""
-    init_none_hash(sha256)
+    if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process may have its own
+        kv_cache_utils.init_none_hash(sha256)
     return BlockPool(num_gpu_blocks=NUM_PAGES + 1, enable_caching=True, hash_block_size=BLOCK)
 
 
@@ -31,7 +32,7 @@ def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:
     """As vLLM does for a request: allocate, compute, and register by hash; the caller holds the pages."""
     tokens = [1000 * seed + i for i in range(BLOCK * num_pages)]
     request = Request(str(seed), tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher())
-    blocks: list[KVCacheBlock] = pool.get_new_blocks(num_pages)
+    blocks: list[kv_cache_utils.KVCacheBlock] = pool.get_new_blocks(num_pages)
     pool.cache_full_blocks(
         request=request,
         blocks=blocks,
@@ -44,7 +45,7 @@ def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:
 
 
 def hasher() -> Any:
-    return get_request_block_hasher(BLOCK, sha256)
+    return kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
 
 
 def free(pool: BlockPool, pages: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.report import PrefillReport
 from kvgraft.segments.prompt import Part
 
 
@@ -36,29 +37,15 @@ class Request:
 
 
 @dataclass
-class Report:
-    """Where a request's tokens came from and where its time went.
+class Report(PrefillReport):
+    """What became of one request; its stages are queue, match, align, dense, select, sparse.
 
     Attributes:
-        prompt_tokens: prefix + grafted + fresh.
-        prefix_tokens: provided by exact prefix hits.
-        grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
-        fresh_tokens: held by no cache.
-        computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         ttft_s: seconds from submission to the first token.
-        stages: seconds of that by stage: queue, match, align, dense, select, sparse. Requests of one batch share them.
         fallback: why grafts that were found were not used, or None.
     """
 
-    policy: str = ""
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    grafted_tokens: int = 0
-    recomputed_tokens: int = 0
-    fresh_tokens: int = 0
-    computed_share: float = 0.0
     ttft_s: float = 0.0
-    stages: dict[str, float] = field(default_factory=dict)
     fallback: str | None = None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import make_policy, parse_policy
+from kvgraft.prefill.report import PrefillReport
 
 KEY = "kvgraft"  # in kv_transfer_params
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that front door and engine share
@@ -88,32 +89,17 @@ class Control:
 
 
 @dataclass
-class Report:
+class Report(PrefillReport):
     """What became of one prompt; `as_params` puts it into the response's `kv_transfer_params`.
 
     Attributes:
-        policy: with its options, as text.
-        prompt_tokens: prefix + grafted + fresh.
-        prefix_tokens: exact hits.
-        grafted_tokens: aligned copies of known text; `recomputed_tokens` of them computed again in the last layer.
-        fresh_tokens: held by no cache.
-        computed_share: (token, layer) pairs computed, as a share of those of full prefill.
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         reason: why nothing was grafted, or None.
-        stages: seconds in match, queue, align, dense, select, sparse.
         registered_blocks: blocks that later requests can graft from.
     """
 
-    policy: str = ""
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    grafted_tokens: int = 0
-    recomputed_tokens: int = 0
-    fresh_tokens: int = 0
-    computed_share: float = 1.0
     spans: list[list[int | str]] = field(default_factory=list)
     reason: str | None = None
-    stages: dict[str, float] = field(default_factory=dict)
     registered_blocks: int = 0
 
     def as_params(self) -> dict[str, Any]:

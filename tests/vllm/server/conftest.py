@@ -12,13 +12,18 @@ from running import ADMIN, ALICE, BOB, RunningServer, running
 
 from kvgraft.testbed.tasks import Facts, make_documents
 
+CHAT = (
+    "{% for message in messages %}<bos> {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}question : code of{% endif %}"
+)
 NUM_BLOCKS = 640  # of 32 tokens, half of which may be frozen: five texts of the greatest length fill it
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """`kvgraft serve` on the bundled model with two tenants and an admin; one for all tests."""
-    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--chat-template", CHAT]
+    arguments += ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
     log = tmp_path_factory.mktemp("server") / "log"
     with running([sys.executable, *arguments], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as started:
         yield started

@@ -51,18 +51,24 @@ def test_a_frozen_text_is_a_hit_for_its_tenant_only(server: RunningServer, admin
     assert listed(admin, LABELS[BOB]) == []
 
 
-def test_a_text_is_tokenised_as_a_prompt_and_messages_as_a_chat(server: RunningServer, admin: httpx.Client, texts: Any):
-    text, content = texts.document(), texts.document()
-    as_text = freeze(admin, ALICE, "text", text=text)
+def test_a_text_is_tokenised_as_a_prompt(server: RunningServer, admin: httpx.Client, texts: Any):
+    text = texts.document()
+    segment = freeze(admin, ALICE, "text", text=text)
     cached, report = complete(server, ALICE, text)
-    assert cached == report["prefix_tokens"] >= as_text["num_tokens"] - BLOCK
+    assert cached == report["prefix_tokens"] >= segment["num_tokens"] - BLOCK
+
+
+def test_messages_are_tokenised_as_the_beginning_of_a_chat(server: RunningServer, admin: httpx.Client, texts: Any):
+    """The template puts a token before each message, and a generation prompt that would fill the last block."""
+    content = " ".join(texts.document().split()[: 10 * BLOCK - 3])
     messages: list[Any] = [{"role": "system", "content": content}]
-    as_chat = freeze(admin, ALICE, "chat", messages=messages)
+    segment = freeze(admin, ALICE, "chat", messages=messages)
+    assert segment["num_blocks"] == 9
     chat = [*messages, {"role": "user", "content": "question : code of lamp is"}]
     answer = server.openai(ALICE).chat.completions.create(model="bundled", messages=chat, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == as_chat["num_blocks"] * BLOCK
+    assert answer.usage.prompt_tokens_details.cached_tokens == segment["num_tokens"]
 
 
 def test_a_namespace_has_segments_of_its_own(server: RunningServer, admin: httpx.Client, texts: Any):

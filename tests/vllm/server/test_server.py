@@ -207,6 +207,14 @@ def test_bad_options_that_are_spelt_otherwise_meet_the_guard_of_the_engine(serve
         assert refused.json()["error"]["param"] == "kv_transfer_params.kvgraft"
 
 
+def test_a_prompt_that_the_engine_refuses_is_no_request(server: RunningServer):
+    before = server.status(ALICE)["totals"]["requests"]
+    with server.http(ALICE) as client:
+        answer = client.post("/v1/completions", json={"model": "bundled", "prompt": [10**6], "max_tokens": 1})
+    assert answer.status_code == 400
+    assert server.status(ALICE)["totals"]["requests"] == before
+
+
 def test_the_official_client_gets_its_own_kind_of_error(server: RunningServer):
     with pytest.raises(BadRequestError, match="no field 'bondary'") as refused:
         complete(server, ALICE, "the code", kv_transfer_params={"kvgraft": {"bondary": 1}})

@@ -1,0 +1,49 @@
+"""Servers of a benchmark: equal settings for all, and none left behind."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+import servers
+from kvgraft.testbed import MODEL_DIR
+from servers import THREADS, ServerOptions
+
+START = f"""
+import sys
+sys.path.insert(0, {str(Path(servers.__file__).parent)!r})
+from pathlib import Path
+from servers import ServerOptions, start
+with start(ServerOptions(Path({str(MODEL_DIR)!r}))):
+    pass
+"""
+
+
+def test_every_server_has_the_same_settings_and_its_own_flags():
+    options = ServerOptions(Path("model"), max_num_batched_tokens=512, threads=2, kv_gib=3, flags=("--seed", "1"))
+    arguments = options.arguments()
+    assert arguments[0] == "model"
+    assert arguments[-4:] == ["--max-num-batched-tokens", "512", "--seed", "1"]
+    assert options.environment() == {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0,1"}
+    assert "--max-num-batched-tokens" not in ServerOptions(Path("model")).arguments()
+    assert THREADS >= 1, "vLLM would choose another number with a connector than without"
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind():
+    with subprocess.Popen([sys.executable, "-c", START]) as benchmark:
+        try:
+            deadline = time.monotonic() + 60
+            while not (started := psutil.Process(benchmark.pid).children()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            benchmark.send_signal(signal.SIGTERM)
+            assert benchmark.wait(60) == 128 + signal.SIGTERM
+            assert len(started) == 1
+            assert not started[0].is_running()
+        finally:
+            benchmark.kill()
+            for server in started:
+                if server.is_running():
+                    server.kill()
