@@ -17,6 +17,7 @@ from workload import Ask, Shape, arrivals, make_workload
 
 OnProgress = Callable[[int, int], object]
 BOOTSTRAP = 2000
+SETTLE_S = 1.5  # vLLM's workers spin for a second after their last step, on the cores that the other server needs
 STALL_WARM_UP_TOKENS = 5  # of every stream, before the first prompt is sent
 
 
@@ -130,6 +131,7 @@ async def run_scenario(
     for number in range(scenario.rounds + 1):
         batch = prompts[number * scenario.prompts : (number + 1) * scenario.prompts]
         for client in pair.in_turn(number):
+            await asyncio.sleep(SETTLE_S)
             value, answered = await _one_round(client, scenario, batch, words, seed + number)
             if number:
                 seconds[client].append(value)

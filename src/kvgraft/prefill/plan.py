@@ -153,7 +153,7 @@ class Plan:
 
     def overflow(self, blocks: int = 1) -> Tensor:
         """bool [T]: grafted tokens within `blocks` blocks of a fresh interval, on either side (SparseX 3.3)."""
-        reach = blocks * self.block_size
+        reach = min(blocks * self.block_size, self.num_tokens)
         near = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             counts = torch.nn.functional.pad(self.fresh[prompt].cumsum(0), (1, 0))  # [t + 1]

@@ -238,6 +238,12 @@ class ModelHost:
         attention = self.attentions[index]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
+    def clear(self, blocks: Tensor) -> None:
+        """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
+        blocks = self._kernel_blocks(blocks.to(self.device)[None])[0]
+        for attention in self.attentions:
+            attention.kv_cache.index_fill_(0, blocks, 0)
+
     def agree(self, scores: Tensor) -> Tensor:
         """Scores float32 [n] of this rank's heads -> of all heads, bit for bit the same on every rank."""
         if get_tensor_model_parallel_world_size() == 1:
@@ -247,8 +253,7 @@ class ModelHost:
 
     def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
-        blocks = self._kernel_blocks(blocks[None])[0] if self._kernel_block_size != self.block_size else blocks
-        taken = cache.index_select(0, blocks)
+        taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
         if not current_platform.is_cpu():
             return taken[..., : self.head_dim], taken[..., self.head_dim :]
         num, heads, size, _ = taken.shape

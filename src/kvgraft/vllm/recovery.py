@@ -26,6 +26,11 @@ class Job:
     token_ids: np.ndarray  # int64 [T]
     blocks: np.ndarray  # int64 [ceil(T / block_size)]
 
+    @property
+    def own_blocks(self) -> torch.Tensor:
+        """The blocks behind the exact hits, which no other request has."""
+        return torch.from_numpy(self.blocks[int(self.plan.prefix.sum()) // self.plan.block_size :])
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -132,7 +137,14 @@ class RecoveryQueue:
             else:
                 budget = batch.advance(budget)
             if batch.outcomes is not None:
+                self._clear_failed(batch.jobs, batch.outcomes)
                 ended |= batch.outcomes
                 self._batches.popleft()
         self._cancelled -= ended.keys()
         return ended
+
+    def _clear_failed(self, jobs: list[Job], outcomes: dict[str, Outcome]) -> None:
+        """Leave nothing behind that could spoil what is computed into these blocks next."""
+        for job in jobs:
+            if outcomes[job.request_id].failure is not None:
+                self._host.clear(job.own_blocks)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -84,6 +84,7 @@ class PromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister()
         self._metrics = {}
         for name, metric in METRICS.items():
             extra: dict[str, Any] = {"buckets": BUCKETS} if metric.kind is Histogram else {}
@@ -105,6 +106,13 @@ class PromMetrics(KVConnectorPromMetrics):
             else:
                 for seconds in value:
                     metric.observe(seconds)
+
+
+def _unregister() -> None:
+    """Forget an earlier engine's metrics, as vLLM forgets its own when a process makes another engine."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("kvgraft:"):
+            REGISTRY.unregister(collector)
 
 
 def _items(data: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:

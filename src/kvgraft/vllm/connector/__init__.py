@@ -42,6 +42,11 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side = SchedulerSide(vllm_config) if at_scheduler else None
         self._worker_side = None if at_scheduler else WorkerSide(vllm_config)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: nothing is handed to another engine, so a preempted request keeps its output."""
+        return False
+
     # the scheduler's side
 
     @property

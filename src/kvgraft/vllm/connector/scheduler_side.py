@@ -155,8 +155,8 @@ class SchedulerSide:
     def _parse(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
         """Options and, if it must not graft, the reason."""
         default = RequestOptions(self.default_policy)
-        given = (request.kv_transfer_params or {}).get(KEY, {})
         try:
+            given = (request.kv_transfer_params or {}).get(KEY, {})
             if "control" in given:
                 return Control.parse(given["control"]), "control"
             options = RequestOptions.parse(given, self.default_policy)

@@ -36,9 +36,14 @@ class Settings:
             if name not in known:
                 raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
         settings = cls(**given)
+        if not isinstance(settings.policy, str):
+            raise ValueError(f"policy must be a string, got {settings.policy!r}")
         parse_policy(settings.policy)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
+        for name in ("watermark", "frozen_capacity"):
+            if not getattr(settings, name):
+                raise ValueError(f"{name} must be above 0")
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
         if not isinstance(settings.approximate_sources, bool):
             raise ValueError(f"approximate_sources must be true or false, got {settings.approximate_sources!r}")
