@@ -103,6 +103,7 @@ class VirtualBlockIndex:
         scope: bytes,
         lineage: Lineage = Lineage.EXACT,
         after: int = -1,
+        unlimited: bool = False,
     ) -> np.ndarray:
         """Name m consecutive blocks of one source sequence.
 
@@ -114,6 +115,7 @@ class VirtualBlockIndex:
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
             after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
+            unlimited: name the blocks even where max_sources others hold the content, since these will outlive them.
 
         Returns:
             Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
@@ -127,7 +129,8 @@ class VirtualBlockIndex:
         for at in range(0, len(blocks), _INSERT_BATCH):
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
-            ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage))
+            limit = len(pages) + self._entries.capacity if unlimited else self.max_sources
+            ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage), limit)
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
@@ -185,7 +188,13 @@ class VirtualBlockIndex:
             raise ValueError(f"after is {after}, must be -1 or an entry id below {capacity}")
 
     def _insert(
-        self, blocks: np.ndarray, columns: dict[str, np.ndarray], source: int, scope: bytes, lineage: Lineage
+        self,
+        blocks: np.ndarray,
+        columns: dict[str, np.ndarray],
+        source: int,
+        scope: bytes,
+        lineage: Lineage,
+        max_sources: int,
     ) -> np.ndarray:
         entries, digests = self._entries, block_digests(blocks, scope)
         keys = block_hashes(blocks, self._lookup_scope(scope))
@@ -198,7 +207,7 @@ class VirtualBlockIndex:
         entries.lineage[held[known]] = np.maximum(entries.lineage[held[known]], lineage)
         num_sources = np.bincount(rows[entries.lineage[held] <= lineage], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
-        new = new[num_sources[new] + _occurrence(digests[new]) < self.max_sources]
+        new = new[num_sources[new] + _occurrence(digests[new]) < max_sources]
         columns = {"tokens": blocks, "digest": digests, **columns}
         ids[new] = entries.add(
             keys[new],

@@ -36,6 +36,11 @@ class SharedPool:
         """How many hold this page."""
         return int(self._pool.blocks[page].ref_cnt)
 
+    def num_idle(self, block_hashes: Sequence[Any]) -> int:
+        """How many cached blocks of these hashes nobody holds: they count as free until vLLM takes them."""
+        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in block_hashes)
+        return sum(block[0].ref_cnt == 0 for block in found if block)
+
     def acquire(self, pages: Iterable[int]) -> None:
         """Hold pages, so that they stay what they are."""
         self._pool.touch([self._pool.blocks[page] for page in pages])

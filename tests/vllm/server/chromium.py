@@ -106,7 +106,9 @@ def browsing(command: str, directory: Path) -> Iterator[Page]:
             yield page
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stderr is not None:  # its helpers may hold the other end for longer: do not read until theirs closes
+            process.stderr.close()
 
 
 def _page_address(process: subprocess.Popen[str]) -> str:

@@ -41,10 +41,10 @@ def test_what_the_user_says_counts():
 
 
 def test_our_flags_become_settings_of_the_connector():
-    flags = ["--kvgraft-policy", "sparsex:topk=0.2", "--kvgraft-watermark", "0.0", "--kvgraft-approximate-sources"]
+    flags = ["--kvgraft-policy", "sparsex:topk=0.2", "--kvgraft-watermark", "0.5", "--kvgraft-approximate-sources"]
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
         "policy": "sparsex:topk=0.2",
-        "watermark": 0.0,
+        "watermark": 0.5,
         "approximate_sources": True,
     }
 
@@ -93,6 +93,7 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         ),
         (["--kvgraft-policy", "magic"], "unknown policy 'magic'"),
         (["--kvgraft-watermark", "2"], "watermark must be a share"),
+        (["--kvgraft-watermark", "0"], "watermark must be above 0"),
         (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
         (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),
         (["--api-key", "a", "--kvgraft-single-tenant"], "for a server without API keys"),

@@ -89,6 +89,8 @@ class KnownText:
             num_blocks = tracked.request.num_prompt_tokens // self.block_size
             if not num_blocks:
                 return _error(400, f"nothing to freeze: the text fills no block of {self.block_size} tokens")
+            held = {page for entry in self.frozen.list() for page in entry.pages}
+            self.pool.hit_counts[[page for page in blocks[:num_blocks] if page not in held]] = 0
             try:
                 self.frozen.insert(control.name, namespace, blocks[:num_blocks])
             except ValueError as error:
@@ -127,6 +129,7 @@ class KnownText:
             scope=tracked.scope,
             lineage=lineage,
             after=tracked.last_entry,
+            unlimited=isinstance(tracked.options, Control),
         )
         tracked.last_entry = int(ids[-1])
         tracked.num_sources += int((ids >= 0).sum())

@@ -28,6 +28,8 @@ logger = logging.getLogger("kvgraft")
 RUNNING = RequestStatus.RUNNING
 MAX_SPANS = 64  # of a report
 SPARE_BLOCKS = 2  # that vLLM may want beside a request's own
+KINDS = ("prefix", "grafted", "fresh")
+FALLBACKS = ("pool_pressure", "non_finite", "error")  # reasons why grafts that were found were given up
 
 
 class SchedulerSide:
@@ -41,6 +43,7 @@ class SchedulerSide:
         self.known: KnownText
         self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
         self._block_size = int(config.cache_config.block_size)
+        self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._requests: dict[str, Tracked] = {}
@@ -60,9 +63,13 @@ class SchedulerSide:
             self._block_size,
             settings.approximate_sources,
             settings.watermark,
-            settings.frozen_capacity,
+            min(settings.frozen_capacity, self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)),
         )
         on_cache_reset(kv_cache_manager, self.forget_everything)
+
+    def _frozen_share(self, num_blocks: int) -> float:
+        """Share of the pool that leaves room for the longest request of anybody else."""
+        return max(num_blocks - self._longest, 1) / num_blocks
 
     def on_new_request(self, request: Any) -> None:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
@@ -96,8 +103,8 @@ class SchedulerSide:
             self._start(tracked, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
-        if not tracked.admitted:
-            self._account(tracked, candidate if num_external else None, request)
+        if not tracked.recovering and not tracked.admitted:
+            self._account(tracked, None)
         tracked.admitted, tracked.candidate = True, None
         tracked.num_offered, tracked.last_entry = 0, -1
 
@@ -175,7 +182,9 @@ class SchedulerSide:
         if not self._is_worthwhile(candidate):
             return "too_little_known", None
         self.known.pin(candidate)
-        if num_missing + SPARE_BLOCKS > self.known.pool.num_free and not self._is_busy():  # waiting would not help
+        hits = tracked.request.block_hashes[: num_prefix // self._block_size]
+        num_needed = num_missing + self.known.pool.num_idle(hits) + SPARE_BLOCKS
+        if num_needed > self.known.pool.num_free and not self._is_busy():  # waiting would not help
             self.known.pool.release(candidate.sources)
             return "pool_pressure", None
         return None, candidate
@@ -195,7 +204,10 @@ class SchedulerSide:
         request, options = tracked.request, tracked.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
-        tracked.pinned, tracked.recovering = sources, True
+        tracked.pinned, tracked.recovery = sources, candidate
+        if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
+            num_grafted = candidate.plan.graft_targets.numel()
+            request.prefill_stats.set(request.num_prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
         tracked.first_approximate = min(tracked.first_approximate, candidate.first_graft)
         self._hide(tracked, candidate.first_graft // self._block_size)
@@ -223,46 +235,52 @@ class SchedulerSide:
 
     def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
         self.known.pool.release(tracked.pinned)
-        tracked.pinned, tracked.recovering = [], False
+        candidate, tracked.pinned, tracked.recovery = tracked.recovery, [], None
         if tracked.finished:
             del self._requests[tracked.id]
             self._stats.add("kvgraft:fallbacks_total", "aborted")
             return
         report = tracked.report
         if outcome.failure is not None:
-            tracked.refusal = outcome.failure
+            tracked.refusal = tracked.reason = outcome.failure
             self._reveal(tracked)
-            self._note_fallback(tracked, outcome.failure)
-            report.fresh_tokens += report.grafted_tokens
-            report.grafted_tokens, report.reason = 0, outcome.failure
+            self._account(tracked, None)
             return
+        self._account(tracked, candidate)
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)
 
-    def _account(self, tracked: Tracked, candidate: Candidate | None, request: Any) -> None:
-        """Report and count an admission, and correct vLLM's own count of cached tokens."""
-        report, options = tracked.report, tracked.options
-        num_prefix = candidate.num_prefix if candidate else self._num_prefix(request)
+    def _account(self, tracked: Tracked, candidate: Candidate | None) -> None:
+        """Report an admission (a graft: once it has succeeded), and count the first one."""
+        report, options, request = tracked.report, tracked.options, tracked.request
+        num_prompt = request.num_prompt_tokens
+        spans = _spans(candidate, num_prompt, self._num_prefix(request))
         report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
-        report.prompt_tokens, report.prefix_tokens = request.num_tokens, num_prefix
-        report.grafted_tokens = candidate.plan.graft_targets.numel() if candidate else 0
-        report.fresh_tokens = report.prompt_tokens - num_prefix - report.grafted_tokens
-        report.reason = tracked.reason
-        report.spans = _spans(candidate, report.prompt_tokens, num_prefix)
+        report.prompt_tokens, report.reason = num_prompt, tracked.reason
+        report.prefix_tokens, report.grafted_tokens, report.fresh_tokens = (
+            sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
+        )
+        report.spans = [list(span) for span in spans[:MAX_SPANS]]
         if candidate is None:
-            report.computed_share = report.fresh_tokens / report.prompt_tokens
-            if tracked.reason == "pool_pressure":
-                self._note_fallback(tracked, "pool_pressure")
+            report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
+        if not tracked.accounted:
+            self._count(tracked, candidate is not None)
+        tracked.accounted = True
+
+    def _count(self, tracked: Tracked, grafted: bool) -> None:
+        report, reason = tracked.report, tracked.reason or "unknown"
+        if not grafted:
+            if reason in FALLBACKS:
+                self._note_fallback(tracked, reason)
             else:
-                self._stats.add("kvgraft:misses_total", tracked.reason or "unknown")
-        elif request.prefill_stats is not None and not request.num_preemptions:
-            request.prefill_stats.set(report.prompt_tokens, num_prefix, report.grafted_tokens)
-        outcome = "grafted" if candidate else "off" if tracked.refusal else "prefix_only" if num_prefix else "miss"
+                self._stats.add("kvgraft:misses_total", reason)
+        off = tracked.refusal is not None and reason not in FALLBACKS
+        outcome = "grafted" if grafted else "off" if off else "prefix_only" if report.prefix_tokens else "miss"
         self._stats.add("kvgraft:requests_total", outcome)
-        for kind in ("prefix", "grafted", "fresh"):
+        for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
 
     def _num_prefix(self, request: Any) -> int:
@@ -302,9 +320,11 @@ def _refusal(request: Any, options: RequestOptions) -> str | None:
     return next((reason for reason, applies in checks.items() if applies), None)
 
 
-def _spans(candidate: Candidate | None, num_tokens: int, num_prefix: int) -> list[list[int | str]]:
+def _spans(candidate: Candidate | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:
+    """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a preemption."""
     if candidate is not None:
         [spans] = candidate.plan.spans
-        return [[span.start, span.stop, span.kind.name.lower()] for span in spans[:MAX_SPANS]]
-    whole: list[list[int | str]] = [[0, num_prefix, "prefix"], [num_prefix, num_tokens, "fresh"]]
-    return [span for span in whole if span[0] != span[1]]
+        found = [(span.start, min(span.stop, num_prompt), span.kind.name.lower()) for span in spans]
+    else:
+        found = [(0, num_prefix, "prefix"), (num_prefix, num_prompt, "fresh")]
+    return [span for span in found if span[0] < span[1]]

@@ -45,6 +45,8 @@ class Tracked:
         pinned: source pages held until its recovery has ended.
         hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
         first_approximate: first token whose KV is not exact.
+        recovery: the admitted plan while the workers are at it.
+        accounted: whether the metrics have counted it.
         num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
         num_sources: entries that this request added.
     """
@@ -58,7 +60,8 @@ class Tracked:
     candidate: Candidate | None = None
     pinned: list[int] = field(default_factory=list)
     hashes: tuple[int, list[Any]] | None = None
-    recovering: bool = False
+    recovery: Candidate | None = None
+    accounted: bool = False
     finished: bool = False
     admitted: bool = False
     first_approximate: int = NEVER
@@ -71,6 +74,11 @@ class Tracked:
     def id(self) -> str:
         """vLLM's request id."""
         return str(self.request.request_id)
+
+    @property
+    def recovering(self) -> bool:
+        """Whether workers write to its blocks."""
+        return self.recovery is not None
 
     @property
     def namespace(self) -> str:
