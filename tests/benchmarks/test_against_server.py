@@ -97,14 +97,14 @@ def test_a_refused_request_is_an_error_and_no_figure(server: Server):
 
 
 def test_the_worst_pause_is_that_of_the_streams(server: Server):
-    streams = make_workload("rag", Shape(32, 0.0, 900), 2, WORDS, 7)
-    prompts = make_workload("rag", Shape(1000, 0.0, 1), 2, WORDS, 8)
+    streams = make_workload("rag", Shape(32, 0.0, 1300), 2, WORDS, 7)
+    prompts = make_workload("rag", Shape(1000, 0.0, 1), 1, WORDS, 8)
 
     async def run(max_tokens: int) -> tuple[float, list[Outcome]]:
         async with Client(server.api, api_key=KEYS[2], extra={"ignore_eos": True}) as client:
             return await worst_gap(client, [replace(ask, max_tokens=max_tokens) for ask in streams], prompts)
 
-    gap, outcomes = asyncio.run(run(900))  # all fit into the pool together
+    gap, outcomes = asyncio.run(run(1300))  # all fit into the pool together
     assert 0 < gap <= max(o.end_s for o in outcomes) - min(o.start_s for o in outcomes) + 1
     with pytest.raises(RuntimeError, match="a stream was over too soon"):
         asyncio.run(run(2))
