@@ -154,41 +154,47 @@ async def _one_round(
 async def worst_gap(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> tuple[float, list[Outcome]]:
     """(longest pause in s of any stream while the prompts are read, the outcomes of the prompts).
 
-    All prompts arrive at once when every stream is decoding; the streams are cancelled when all have been read.
+    All prompts arrive at once when every stream is decoding. A stream that is over before they are read starts again;
+    all are cancelled then.
 
     Raises:
-        RuntimeError: a request failed, or a stream was over before the prompts were read.
+        RuntimeError: a request failed.
     """
-    times: list[list[float]] = [[] for _ in streams]
+    times: list[list[list[float]]] = [[] for _ in streams]  # of each stream, each time it runs, each token
     decoding = [asyncio.Event() for _ in streams]
 
-    async def decode(number: int, ask: Ask) -> Outcome:
+    async def decode(number: int, ask: Ask) -> None:
         def on_token(at: float) -> None:
-            times[number].append(at)
-            if len(times[number]) == STALL_WARM_UP_TOKENS:
+            times[number][-1].append(at)
+            if sum(map(len, times[number])) >= STALL_WARM_UP_TOKENS:
                 decoding[number].set()
 
-        outcome = await client.ask(ask, on_token=on_token)
-        decoding[number].set()  # nobody waits for a stream that failed
-        return outcome
+        try:
+            while True:
+                times[number].append([])
+                _checked(await client.ask(ask, on_token=on_token))
+        finally:
+            decoding[number].set()  # nobody waits for a stream that failed
 
     tasks = [asyncio.create_task(decode(number, ask)) for number, ask in enumerate(streams)]
     try:
         await asyncio.gather(*(event.wait() for event in decoding))
         outcomes = [_checked(outcome) for outcome in await asyncio.gather(*map(client.ask, prompts))]
-        if ended := [task.result() for task in tasks if task.done()]:
-            raise RuntimeError(f"a stream was over too soon: {[o.error or f'{o.output_tokens} tokens' for o in ended]}")
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for failure in (e for e in ends if isinstance(e, Exception)):
+        raise failure
     begin, end = min(o.start_s for o in outcomes), max(o.start_s + o.ttft_s for o in outcomes)
-    return max(longest_pause(stream, begin, end) for stream in times), outcomes
+    for runs in times:
+        runs[-1].append(max([*runs[-1], end]))  # a pause that lasts to the end counts
+    return max(longest_pause(run, begin, end) for runs in times for run in runs), outcomes
 
 
 def longest_pause(times: Sequence[float], begin: float, end: float) -> float:
-    """The longest time between neighbours of `times` that overlaps [begin, end]; the last one lasts until `end`."""
-    return max((b - a for a, b in pairwise([*times, max(end, *times)]) if b > begin and a < end), default=0.0)
+    """The longest time between neighbours of `times` that overlaps [begin, end]."""
+    return max((b - a for a, b in pairwise(times) if b > begin and a < end), default=0.0)
 
 
 async def compare_workloads(

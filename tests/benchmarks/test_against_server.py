@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from load import Client, Outcome, drive, local_tokenizer, words_of
 from scenarios import worst_gap
 from servers import ServerOptions, start
 from soak_traffic import Traffic
-from workload import Shape, make_workload, single_token_words
+from workload import Ask, Shape, make_workload, single_token_words
 
 pytestmark = pytest.mark.vllm
 KEYS, ADMIN = ["first-key", "second-key", "third-key"], "admin-key"
@@ -97,17 +97,34 @@ def test_a_refused_request_is_an_error_and_no_figure(server: Server):
 
 
 def test_the_worst_pause_is_that_of_the_streams(server: Server):
-    streams = make_workload("rag", Shape(32, 0.0, 1300), 2, WORDS, 7)
-    prompts = make_workload("rag", Shape(1000, 0.0, 1), 1, WORDS, 8)
+    prompts = make_workload("rag", Shape(1500, 0.0, 1), 2, WORDS, 8)
 
-    async def run(max_tokens: int) -> tuple[float, list[Outcome]]:
+    async def run(tokens: int, max_tokens: int) -> tuple[float, list[Outcome]]:
+        streams = make_workload("rag", Shape(tokens, 0.0, max_tokens), 2, WORDS, 7)
         async with Client(server.api, api_key=KEYS[2], extra={"ignore_eos": True}) as client:
-            return await worst_gap(client, [replace(ask, max_tokens=max_tokens) for ask in streams], prompts)
+            return await worst_gap(client, streams, prompts)
 
-    gap, outcomes = asyncio.run(run(1300))  # all fit into the pool together
-    assert 0 < gap <= max(o.end_s for o in outcomes) - min(o.start_s for o in outcomes) + 1
-    with pytest.raises(RuntimeError, match="a stream was over too soon"):
-        asyncio.run(run(2))
+    for max_tokens in (1500, 7):  # the short ones are over many times before the prompts are read
+        gap, outcomes = asyncio.run(run(32, max_tokens))
+        assert [o.prompt_tokens for o in outcomes] == [1500, 1500]
+        assert gap > 0
+    with pytest.raises(RuntimeError, match="a request failed: BadRequestError"):
+        asyncio.run(run(LENGTH + 10, 8))
+
+
+def test_a_pause_that_lasts_to_the_end_counts():
+    class Silent:
+        """Decodes as long as no prompt comes, and then waits for it."""
+
+        async def ask(self, ask: Ask, on_token: Callable[[float], object] = lambda _: None) -> Outcome:
+            if ask.kind == "prompt":
+                return Outcome("prompt", 10.0, 17.0, 17.5)
+            for at in (1.0, 2.0, 3.0, 9.0, 11.0):
+                on_token(at)
+            return await asyncio.get_running_loop().create_future()
+
+    gap, _ = asyncio.run(worst_gap(cast(Client, Silent()), [Ask("stream", (), 9)], [Ask("prompt", (), 1)]))
+    assert gap == 6.0, "from the last token at 11 to the first of the prompt at 17"
 
 
 def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
