@@ -201,6 +201,15 @@ def test_a_grafted_request_of_the_longest_kind_beside_frozen_text(host: Host, pl
     assert [answer.tokens] == plain.tokens(prompt, max_tokens=1)
 
 
+def test_a_reset_that_is_refused_keeps_frozen_text(host: Host):
+    control(host, "freeze", "manual", DOCUMENT)
+    name = host.add(Ask(words(70, 9), OFF, max_tokens=60))
+    host.step_until(lambda: name in host.outputs)
+    assert not host.llm.reset_prefix_cache()
+    assert names(control(host, "list")) == ["manual"]
+    host.finish(name)
+
+
 def test_a_reset_drops_frozen_text(host: Host, plain: HostProcess):
     """vLLM refuses to reset while blocks are held; and what is computed afterwards may be of other weights."""
     control(host, "freeze", "manual", DOCUMENT)

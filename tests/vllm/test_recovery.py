@@ -153,6 +153,16 @@ def test_an_abort_in_a_recovery_that_fails(host: Host):
     host.settle()
 
 
+def test_an_abort_that_comes_too_late_is_forgotten(host: Host):
+    """With asynchronous scheduling a recovery may have ended when the workers hear that nobody wants it."""
+    host.read(DOCUMENT)
+    name = host.add(Ask(words(9, 2) + DOCUMENT, NAIVE))
+    host.step()
+    host.finish(name)
+    host.queue.cancel({name})
+    host.settle()
+
+
 def test_a_request_fails_once(host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch):
     """What has failed is not tried again, whatever else becomes known while it waits."""
     host.read(DOCUMENT)

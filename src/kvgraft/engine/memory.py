@@ -54,10 +54,9 @@ class Memory:
             self._note_fallback(sequence, "pool_pressure")
             fits = self._pin(sequence, hits, matches, num_missing)
         if not fits and idle:
-            num_frozen = sum(len(entry.pages) for entry in self.frozen.list())
             raise PoolExhausted(
                 f"{num_missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
-                f"({num_frozen} are frozen): the KV pool must be larger"
+                f"({len(self.frozen.pages)} are frozen): the KV pool must be larger"
             )
         if not fits:
             return False

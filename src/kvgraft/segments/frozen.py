@@ -73,6 +73,11 @@ class FrozenPool:
         self._entries[namespace, name] = entry
         return entry
 
+    @property
+    def pages(self) -> set[int]:
+        """All that are held, each once, whoever names it."""
+        return {page for entry in self._entries.values() for page in entry.pages}
+
     def list(self, namespace: str | None = None) -> list[FrozenEntry]:
         """Entries in order of insertion, of one namespace or of all."""
         return [entry for (owner, _), entry in self._entries.items() if namespace in (None, owner)]

@@ -117,7 +117,7 @@ def nonce_hash(digest: bytes) -> Any:
     return BlockHash(digest)
 
 
-def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], None]) -> None:
+def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], object]) -> None:
     """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned."""
     reset = kv_cache_manager.reset_prefix_cache
 

@@ -123,7 +123,7 @@ class RecoveryQueue:
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""
-        self._cancelled |= request_ids
+        self._cancelled |= request_ids & {job.request_id for batch in self._batches for job in batch.jobs}
 
     @torch.inference_mode()
     def advance(self, budget: int) -> dict[str, Outcome]:

@@ -84,8 +84,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool | None:
-        self.scheduler_side.forget_everything()
-        return True
+        return self.scheduler_side.known.clear()
 
     # a worker's side
 

@@ -89,7 +89,7 @@ class KnownText:
             num_blocks = tracked.request.num_prompt_tokens // self.block_size
             if not num_blocks:
                 return _error(400, f"nothing to freeze: the text fills no block of {self.block_size} tokens")
-            held = {page for entry in self.frozen.list() for page in entry.pages}
+            held = self.frozen.pages
             self.pool.hit_counts[[page for page in blocks[:num_blocks] if page not in held]] = 0
             try:
                 self.frozen.insert(control.name, namespace, blocks[:num_blocks])
@@ -102,10 +102,13 @@ class KnownText:
                 return _error(404, f"no frozen segment {control.name!r}")
         return {"segments": [self._describe(entry) for entry in self.frozen.list(namespace)]}
 
-    def clear(self) -> None:
-        """Let go of everything; vLLM is about to forget all content."""
+    def clear(self) -> bool:
+        """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
+        if self.pool.num_used > len(self.frozen.pages):
+            return False
         for entry in self.frozen.list():
             self.frozen.delete(entry.name, entry.namespace)
+        return True
 
     def _name(
         self,

@@ -65,7 +65,7 @@ class SchedulerSide:
             settings.watermark,
             min(settings.frozen_capacity, self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)),
         )
-        on_cache_reset(kv_cache_manager, self.forget_everything)
+        on_cache_reset(kv_cache_manager, self.known.clear)  # frozen text too: it may be of old weights
 
     def _frozen_share(self, num_blocks: int) -> float:
         """Share of the pool that leaves room for the longest request of anybody else."""
@@ -142,20 +142,16 @@ class SchedulerSide:
         tracked.report.registered_blocks = tracked.num_sources
         return tracked.report.as_params()
 
-    def forget_everything(self) -> None:
-        """vLLM resets its cache: frozen content goes too, it may be of old weights. Entries die with the hashes."""
-        self.known.clear()
-
     def take_stats(self) -> Stats | None:
         """What happened since the last call."""
         stats, self._stats = self._stats, Stats()
         if stats.is_empty():
             return None
-        pool, frozen = self.known.pool, self.known.frozen.list()
-        num_frozen = len({page for entry in frozen for page in entry.pages})
+        pool, frozen = self.known.pool, self.known.frozen
+        num_frozen = len(frozen.pages)
         for state, value in (("used", pool.num_used), ("free", pool.num_free), ("frozen", num_frozen)):
             stats.level("kvgraft:pool_blocks", state, value)
-        stats.level("kvgraft:frozen_segments", "", len(frozen))
+        stats.level("kvgraft:frozen_segments", "", len(frozen.list()))
         stats.level("kvgraft:index_entries", "", len(self.known.index))
         return stats
 
