@@ -259,6 +259,17 @@ def test_blocks_after_a_graft_are_sources_only_if_configured(model_dirs: dict[st
         assert (grafted > 0) == allowed
 
 
+def test_a_document_read_behind_another_is_a_source_unless_clean_context_is_required(model_dirs: dict[str, Path]):
+    hostile, document = tokens(40, 1), tokens(80, 2)
+    for required in (False, True):
+        engine = Engine(model_dirs["llama"], dtype="float32", require_clean_context=required)
+        ask(engine, hostile + document, Full())
+        moved = tokens(9, 3) + document
+        assert (ask(engine, moved, Naive()).report.grafted_tokens > 0) != required
+        ask(engine, document, Full())
+        assert ask(engine, tokens(7, 4) + document, Naive()).report.grafted_tokens >= 64
+
+
 def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", poison_dropped_pages=True)
     prompt = tokens(100, 1)

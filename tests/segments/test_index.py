@@ -322,6 +322,29 @@ def test_approximate_blocks_are_sources_only_on_request():
     assert (edge.length, edge.lineage) == (6, Lineage.APPROXIMATE)
 
 
+def test_clean_context_takes_only_what_its_source_began_with():
+    pool = Pool()
+    document, hostile = rng_tokens(24, seed=1), rng_tokens(8, seed=2)
+    pool.add(np.concatenate([hostile, document]), source=1)
+    prompt = np.concatenate([rng_tokens(5, seed=3), document])
+    assert spans(pool.index.match(prompt, SCOPE)) == [(5, 24, 8)]
+    assert pool.index.match(prompt, SCOPE, require_clean_context=True) == []
+    pool.add(document[:16], source=2)
+    assert spans(pool.index.match(prompt, SCOPE, require_clean_context=True)) == [(5, 16, 0)]
+    both = np.concatenate([rng_tokens(3, seed=4), hostile, document])  # here the context stands in the prompt as well
+    assert spans(pool.index.match(both, SCOPE, require_clean_context=True)) == [(3, 32, 0)]
+
+
+def test_clean_context_takes_no_piece_whose_beginning_was_lost():
+    pool = Pool()
+    first, second = rng_tokens(16, seed=1), rng_tokens(8, seed=2)
+    pool.add(np.concatenate([first, second[:4]]), source=1)
+    pool.add(np.concatenate([first[12:], second]), source=2)
+    prompt = np.concatenate([first, second])
+    assert spans(pool.index.match(prompt, SCOPE)) == [(0, 20, 0), (20, 4, 8)]
+    assert spans(pool.index.match(prompt, SCOPE, require_clean_context=True)) == [(0, 20, 0)]
+
+
 def test_approximate_blocks_never_keep_an_exact_one_out():
     pool = Pool(max_sources=2)
     for source in range(3):

@@ -18,6 +18,7 @@ def test_what_is_given_is_taken():
     said = {
         "policy": "sparsex:boundary=2,topk=0.3",
         "approximate_sources": True,
+        "require_clean_context": True,
         "watermark": 1,
         "frozen_capacity": 0.25,
         "min_graft_tokens": 1,
@@ -29,7 +30,10 @@ def test_what_is_given_is_taken():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"polcy": "naive"}, "no KVGraft setting 'polcy': allowed are policy, approximate_sources, watermark"),
+        (
+            {"polcy": "naive"},
+            "no KVGraft setting 'polcy': allowed are policy, approximate_sources, require",
+        ),
         ({"policy": "best"}, "unknown policy 'best': choose from full, naive, sparsex"),
         ({"policy": "sparsex:topk=2"}, "topk must be a share from 0 to 1, got 2"),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
@@ -44,6 +48,7 @@ def test_what_is_given_is_taken():
         ({"min_graft_tokens": 0}, "min_graft_tokens must be an integer of at least 1, got 0"),
         ({"min_graft_tokens": 1.0}, "min_graft_tokens must be an integer of at least 1, got 1.0"),
         ({"approximate_sources": "yes"}, "approximate_sources must be true or false, got 'yes'"),
+        ({"require_clean_context": 1}, "require_clean_context must be true or false, got 1"),
         ({"approximate_sources": 1}, "approximate_sources must be true or false, got 1"),
     ],
     ids=str,

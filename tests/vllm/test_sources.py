@@ -69,6 +69,17 @@ def test_approximate_sources_are_told_from_exact_ones(host: Host, monkeypatch: p
     assert host.ask(Ask(words(6, 5) + opening, NAIVE))[0].grafted == 64
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_what_was_read_behind_other_text_is_a_source_unless_clean_context_is_required(
+    host: Host, monkeypatch: pytest.MonkeyPatch, required: bool
+):
+    monkeypatch.setattr(host.known, "require_clean_context", required)
+    host.read(words(70, 2) + DOCUMENT)
+    assert (host.ask(Ask(words(5, 3) + DOCUMENT, NAIVE))[0].grafted > 0) != required
+    host.read(DOCUMENT)
+    assert host.ask(Ask(words(9, 4) + DOCUMENT, NAIVE))[0].grafted >= 288
+
+
 def test_what_precedes_a_graft_is_a_source(host: Host, plain: HostProcess):
     """It was computed from exact keys and values only."""
     host.read(DOCUMENT)

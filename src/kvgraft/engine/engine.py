@@ -38,6 +38,8 @@ class Engine:
         policy: for requests that name none.
         max_prefill_tokens: prompt tokens that one step may take up.
         approximate_sources: let content computed after grafts be grafted again.
+        require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
+            no other text's context.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
             tokenised on their own, so that their token ids never depend on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
@@ -61,6 +63,7 @@ class Engine:
         policy: str | Policy = "sparsex",
         max_prefill_tokens: int = 8192,
         approximate_sources: bool = False,
+        require_clean_context: bool = False,
         anchors: Items[str] = (),
         pad_segments: bool = False,
         watermark: float = 0.9,
@@ -95,7 +98,7 @@ class Engine:
             cache.poison(range(num_pages))
             pool.on_drop = cache.poison
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
-        self.memory = Memory(pool, cache, self.frozen, approximate_sources)
+        self.memory = Memory(pool, cache, self.frozen, approximate_sources, require_clean_context)
         self.scheduler = Scheduler(self.decoder, self.memory, max_prefill_tokens)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:

@@ -24,14 +24,23 @@ class Memory:
 
     Args:
         approximate_sources: let content computed after grafts be grafted again (off: exact content only).
+        require_clean_context: graft only text that stood at the beginning of what it was read in.
     """
 
-    def __init__(self, pool: PagePool, cache: KVCache, frozen: FrozenPool, approximate_sources: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: KVCache,
+        frozen: FrozenPool,
+        approximate_sources: bool = False,
+        require_clean_context: bool = False,
+    ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
         self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
         self.approximate_sources = approximate_sources
+        self.require_clean_context = require_clean_context
         self.fallbacks: Counter[str] = Counter()
         self._pinned: dict[Sequence, list[int]] = {}  # graft sources, from the match to the copy
 
@@ -159,8 +168,13 @@ class Memory:
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
-        allow = self.approximate_sources
-        return self.index.match(sequence.prompt, sequence.scope, free=free, allow_approximate=allow)
+        return self.index.match(
+            sequence.prompt,
+            sequence.scope,
+            free=free,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
 
     def _exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
         """bool [count]: blocks before the first graft, and exact hits behind it."""

@@ -51,6 +51,7 @@ class _Prompt:
     tokens: np.ndarray  # int32 [T]
     scope: bytes
     ceiling: Lineage  # what entries may be used
+    from_start: bool  # only runs that begin where their source begins
     unclaimed: bytearray  # [T], 1 where a token may still be grafted
 
 
@@ -141,6 +142,7 @@ class VirtualBlockIndex:
         *,
         free: np.ndarray | None = None,
         allow_approximate: bool = False,
+        require_clean_context: bool = False,
         extend: bool = True,
     ) -> list[Match]:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
@@ -153,6 +155,8 @@ class VirtualBlockIndex:
             scope: `scope_digest` of model and namespace; entries of another scope are never found.
             free: bool [T], positions that may be grafted (None: all).
             allow_approximate: use blocks of approximate lineage too.
+            require_clean_context: use only what its source began with. The KV of other text carries the context that
+                it was first read in, which may be hostile.
             extend: grow the runs token by token into the neighbouring blocks of their source.
         """
         tokens = as_int32("tokens", tokens)
@@ -160,7 +164,7 @@ class VirtualBlockIndex:
         if free.dtype != bool or free.shape != tokens.shape:
             raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {tokens.shape}")
         ceiling = Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
-        prompt = _Prompt(tokens, scope, ceiling, unclaimed=bytearray(free.tobytes()))
+        prompt = _Prompt(tokens, scope, ceiling, require_clean_context, unclaimed=bytearray(free.tobytes()))
         runs = self._claim(prompt, *self._candidates(prompt, free))
         if extend:
             self._extend(prompt, runs, step=-1)
@@ -248,8 +252,9 @@ class VirtualBlockIndex:
         joined = (np.diff(blocks[:, :3], axis=0) == (0, 0, self.block_size)).all(axis=1)
         edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(blocks)]
         offsets, entries = blocks[:, 2].tolist(), blocks[:, 3].tolist()
+        may_begin = (not prompt.from_start) | (self._entries.source_start[blocks[:, 3]] == 0)
         runs = []
-        for first, stop in _longest_first(offsets, entries, edges, prompt.unclaimed, self.block_size):
+        for first, stop in _longest_first(offsets, entries, edges, may_begin, prompt.unclaimed, self.block_size):
             source_first = int(self._entries.source_start[entries[first]])
             runs.append(_Run(offsets[first], self.block_size * (stop - first), source_first, entries[first:stop]))
         return runs
@@ -292,17 +297,27 @@ def _occurrence(digests: np.ndarray) -> np.ndarray:
 
 
 def _longest_first(
-    starts: list[int], ids: list[int], edges: list[int], unclaimed: bytearray, block_size: int
+    starts: list[int],
+    ids: list[int],
+    edges: list[int],
+    may_begin: np.ndarray,
+    unclaimed: bytearray,
+    block_size: int,
 ) -> Iterator[tuple[int, int]]:
     """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions.
 
-    A run between two edges that has lost blocks to a longer one is cut; its pieces compete again.
+    A run between two edges that has lost blocks to a longer one is cut; its pieces compete again. A run that begins
+    with a block that may not begin one (`may_begin`, bool [blocks]) is none.
     """
 
     def is_open(block: int) -> bool:
         return unclaimed.find(0, starts[block], starts[block] + block_size) < 0
 
-    heap = [(first - stop, starts[first], ids[first], first, stop) for first, stop in pairwise(edges) if first < stop]
+    def is_run(first: int, stop: int) -> bool:
+        return first < stop and bool(may_begin[first])
+
+    runs = [(first, stop) for first, stop in pairwise(edges) if is_run(first, stop)]
+    heap = [(first - stop, starts[first], ids[first], first, stop) for first, stop in runs]
     heapq.heapify(heap)
     while heap:
         *_, first, stop = heapq.heappop(heap)
@@ -312,8 +327,8 @@ def _longest_first(
             yield first, stop
             continue
         for before, after in pairwise([first - 1, *lost, stop]):
-            if before + 1 < after:
-                piece = before + 1
+            piece = before + 1
+            if is_run(piece, after):
                 heapq.heappush(heap, (piece - after, starts[piece], ids[piece], piece, after))
 
 

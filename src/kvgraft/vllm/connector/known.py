@@ -7,6 +7,7 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import Lineage, VirtualBlockIndex
+from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import Control
 from kvgraft.vllm.pool import SharedPool
@@ -17,22 +18,17 @@ class KnownText:
 
     Args:
         kv_cache_manager: vLLM's, with one group of full attention.
-        approximate_sources: let content computed after grafts be grafted again.
+        settings: of the server.
+        frozen_capacity: share of the pool that frozen blocks may take.
     """
 
-    def __init__(
-        self,
-        kv_cache_manager: Any,
-        block_size: int,
-        approximate_sources: bool,
-        watermark: float,
-        frozen_capacity: float,
-    ) -> None:
+    def __init__(self, kv_cache_manager: Any, block_size: int, settings: Settings, frozen_capacity: float) -> None:
         self.pool = SharedPool(kv_cache_manager.block_pool)
         self.index = VirtualBlockIndex(block_size, self.pool.is_live)
-        self.frozen = FrozenPool(self.pool, watermark, frozen_capacity)
+        self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
-        self.approximate_sources = approximate_sources
+        self.approximate_sources = settings.approximate_sources
+        self.require_clean_context = settings.require_clean_context
 
     def find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
         """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
@@ -45,7 +41,13 @@ class KnownText:
             return kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self.index.match(tokens, tracked.scope, free=free, allow_approximate=self.approximate_sources)
+        matches = self.index.match(
+            tokens,
+            tracked.scope,
+            free=free,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
         if not plan.graft_targets.numel():
             return None

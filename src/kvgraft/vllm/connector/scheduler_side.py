@@ -56,15 +56,10 @@ class SchedulerSide:
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""
-        settings = self.settings
         self._manager = kv_cache_manager
-        self.known = KnownText(
-            kv_cache_manager,
-            self._block_size,
-            settings.approximate_sources,
-            settings.watermark,
-            min(settings.frozen_capacity, self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)),
-        )
+        share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
+        capacity = min(self.settings.frozen_capacity, share)
+        self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity)
         on_cache_reset(kv_cache_manager, self.known.clear)  # frozen text too: it may be of old weights
 
     def _frozen_share(self, num_blocks: int) -> float:

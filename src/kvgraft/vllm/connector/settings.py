@@ -15,6 +15,7 @@ class Settings:
     Attributes:
         policy: for requests that name none; `name` or `name:option=value,...`.
         approximate_sources: let content computed after grafts be grafted again.
+        require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
         frozen_capacity: share of the pool that frozen blocks may take.
         min_graft_tokens, min_graft_share: grafts below either (of the tokens that vLLM has no exact hit for) are not
@@ -23,6 +24,7 @@ class Settings:
 
     policy: str = "sparsex"
     approximate_sources: bool = False
+    require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
     min_graft_tokens: int = 64
@@ -45,6 +47,7 @@ class Settings:
             if not getattr(settings, name):
                 raise ValueError(f"{name} must be above 0")
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
-        if not isinstance(settings.approximate_sources, bool):
-            raise ValueError(f"approximate_sources must be true or false, got {settings.approximate_sources!r}")
+        for name in ("approximate_sources", "require_clean_context"):
+            if not isinstance(getattr(settings, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(settings, name)!r}")
         return settings

@@ -19,7 +19,13 @@ CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
 BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
-SETTINGS = ("policy", "approximate_sources", "watermark", "frozen_capacity")  # of the connector, that have a flag
+SETTINGS = (  # of the connector, that have a flag
+    "policy",
+    "approximate_sources",
+    "require_clean_context",
+    "watermark",
+    "frozen_capacity",
+)
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
 _PREFIX = "kvgraft_"
 
@@ -59,6 +65,12 @@ def _make_parser() -> FlexibleArgumentParser:
     own.add_argument("--kvgraft-policy", help="Of requests that name none: naive, sparsex, sparsex:topk=0.2,...")
     own.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
+    )
+    own.add_argument(
+        "--kvgraft-require-clean-context",
+        action="store_true",
+        default=None,
+        help="Graft only text that stood at the beginning of what it was read in, as frozen text does.",
     )
     own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
     own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
