@@ -36,10 +36,11 @@ lint: $(READY) ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## Measure time to first token, matching and alignment (minutes)
+bench: $(READY) ## Measure time to first token, matching, alignment and the cost without reuse (minutes)
 	$(BIN)/python benchmarks/ttft.py
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/align.py
+	$(BIN)/python benchmarks/overhead.py
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) $(OLD) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

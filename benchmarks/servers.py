@@ -12,6 +12,10 @@ from rich.console import Console
 
 from kvgraft.evaluate.servers import Server, serving
 
+# large pages, and none given back to the system after each layer (for which vLLM preloads tcmalloc where it has it):
+# otherwise two processes of one program differ by a seventh, by the luck of where their memory lies
+MALLOC = ("hugetlb=1", "mmap_max=0", f"trim_threshold={8 << 30}")
+MEMORY = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in MALLOC)}
 THREADS = max(1, (os.cpu_count() or 1) - 1)
 
 
@@ -46,7 +50,7 @@ class ServerOptions:
     def environment(self) -> dict[str, str]:
         """What vLLM reads from its environment."""
         cores = ",".join(map(str, range(self.threads)))
-        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores, **MEMORY}
 
 
 @contextmanager

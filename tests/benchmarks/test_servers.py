@@ -27,7 +27,7 @@ def test_every_server_has_the_same_settings_and_its_own_flags():
     arguments = options.arguments()
     assert arguments[0] == "model"
     assert arguments[-4:] == ["--max-num-batched-tokens", "512", "--seed", "1"]
-    assert options.environment() == {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0,1"}
+    assert options.environment().items() >= {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0,1"}.items()
     assert "--max-num-batched-tokens" not in ServerOptions(Path("model")).arguments()
     assert THREADS >= 1, "vLLM would choose another number with a connector than without"
 
