@@ -59,19 +59,12 @@ def main(
 def engine(folder: str) -> Any:
     """vLLM with our connector, in this process."""
     from vllm import LLM
-    from vllm.config import KVTransferConfig
 
-    from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+    from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
-    transfer = KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-    )
     return LLM(
         folder, dtype="float32", block_size=32, enforce_eager=True, disable_log_stats=False, worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer_config(),
     )  # fmt: skip
 
 

@@ -63,16 +63,11 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
     set_num_threads = torch.set_num_threads
     set_num_threads(1)
     from vllm import LLM
-    from vllm.config import KVTransferConfig
 
     if with_kvgraft:
-        settings["worker_cls"] = "kvgraft.vllm.worker.KVGraftWorker"
-        settings["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KVGraftConnector",
-            kv_connector_module_path="kvgraft.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-        )
+        from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
+
+        settings |= {"worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config()}
     engine = LLM(
         str(model),
         dtype="float32",

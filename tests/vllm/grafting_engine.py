@@ -14,25 +14,18 @@ from typing import Any
 
 def main() -> None:
     from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
 
     from kvgraft.testbed import MODEL_DIR
-    from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+    from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
     job = json.load(sys.stdin)
-    transfer = KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-    )
     arguments: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "max_model_len": 4096, "block_size": 32}
     llm = LLM(
         **arguments | job.get("engine", {}),
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer_config(),
     )
 
     def ask(tokens: list[int], options: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VL
 
 import numpy as np
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
 
-from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 from kvgraft.vllm.worker import recovery_bytes
 
 TOKENS = 32_000
@@ -25,13 +24,6 @@ def peak(key: str) -> int:
 
 def main(model: str) -> None:
     """Read documents, then the same in another order."""
-    transfer = KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"policy": "sparsex:boundary=1,topk=0.1"},
-    )
     llm = LLM(
         model=model,
         enforce_eager=True,
@@ -39,7 +31,7 @@ def main(model: str) -> None:
         max_num_batched_tokens=2048,
         block_size=32,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer_config(policy="sparsex:boundary=1,topk=0.1"),
     )
     random = np.random.default_rng(0)
     documents = np.array_split(random.integers(3, 150, TOKENS - 200), 20)

@@ -14,8 +14,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm import compat
-from kvgraft.vllm.compat import ModelHost, UnsupportedConfiguration, check_supported, vllm_version
+from kvgraft.vllm.compat import WORKER_CLASS, support, transfer_config
+from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, vllm_version
 from models import make_model
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 6
@@ -25,12 +26,9 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 
 
 def transfer(policy: str = "recompute") -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector=compat.CONNECTOR,
-        kv_connector_module_path=compat.CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-    )
+    config = transfer_config()
+    config.kv_load_failure_policy = policy
+    return config
 
 
 def configure(**changes: Any) -> VllmConfig:
@@ -43,7 +41,7 @@ def configure(**changes: Any) -> VllmConfig:
         "max_num_batched_tokens": 512,
         "block_size": 32,
         "enable_prefix_caching": True,
-        "worker_cls": compat.WORKER_CLASS,
+        "worker_cls": WORKER_CLASS,
         "kv_transfer_config": transfer(),
     }
     return EngineArgs(**arguments | changes).create_engine_config()
@@ -91,7 +89,7 @@ def test_every_family_passes(tmp_path: Path, family: str):
     [
         ({"enable_prefix_caching": False}, "prefix caching off"),
         ({"trust_remote_code": True}, "trust_remote_code"),
-        ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {compat.WORKER_CLASS}"),
+        ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {WORKER_CLASS}"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"enable_lora": True}, "LoRA"),
         ({"kv_transfer_config": transfer("fail")}, "kv_load_failure_policy 'fail': set 'recompute'"),
@@ -144,13 +142,13 @@ def test_only_one_group_of_full_attention_is_supported(specs: list[Any]):
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu"])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
     check_supported(configure(), cache_of(spec_of()))
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.320.0", "0.33.0", "1.0.32.0", ""])
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
     said = refusal(configure())
     assert said.startswith(f"vLLM {version or 'of unknown version'}: supported are 0.31, 0.32")
 

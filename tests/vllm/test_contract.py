@@ -16,7 +16,8 @@ from typing import Any, NewType
 import pytest
 
 import kvgraft.vllm
-from kvgraft.vllm.compat import ARCHITECTURES, CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.connector import KVGraftConnector
 
 SOURCE = Path(kvgraft.vllm.__file__).parent
@@ -52,30 +53,30 @@ TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.m
 
 # what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
 HANDED = {
-    ("compat.py", "", "config"): CONFIG,
-    ("compat.py", "", "self.config"): CONFIG,
-    ("compat.py", "", "config.cache_config"): CACHE,
-    ("compat.py", "", "self.config.cache_config"): CACHE,
-    ("compat.py", "", "self.config.scheduler_config"): SCHEDULING,
-    ("compat.py", "", "config.model_config"): MODEL_CONFIG,
-    ("compat.py", "_model_reasons", "model"): MODEL_CONFIG,
-    ("compat.py", "_model_reasons", "speculation"): SPECULATIVE,
-    ("compat.py", "_parallel_reasons", "parallel"): PARALLEL,
-    ("compat.py", "_cache_reasons", "transfer"): TRANSFER,
-    ("compat.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
-    ("compat.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
-    ("compat.py", "_cache_reasons", "specs[0]"): SPEC,
-    ("compat.py", "", "kv_cache_manager"): MANAGER,
-    ("compat.py", "", "runner"): RUNNERS,
-    ("compat.py", "", "runner.attn_groups[0][0]"): "vllm.v1.worker.utils:AttentionGroup",
-    ("compat.py", "", "self._builder"): BUILDERS,
-    ("compat.py", "", "self._builder.kv_cache_spec"): SPEC,
-    ("compat.py", "", "self.attentions[0]"): ATTENTION,
-    ("compat.py", "", "self.attentions[index]"): ATTENTION,
-    ("compat.py", "", "attention"): ATTENTION,
-    ("compat.py", "", "self.attentions[0].impl"): IMPLS,
-    ("compat.py", "", "attention.impl"): IMPLS,
-    ("compat.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
+    ("compat/support.py", "", "config"): CONFIG,
+    ("compat/model.py", "", "self.config"): CONFIG,
+    ("compat/support.py", "", "config.cache_config"): CACHE,
+    ("compat/model.py", "", "self.config.cache_config"): CACHE,
+    ("compat/model.py", "", "self.config.scheduler_config"): SCHEDULING,
+    ("compat/support.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat/support.py", "_model_reasons", "model"): MODEL_CONFIG,
+    ("compat/support.py", "_model_reasons", "speculation"): SPECULATIVE,
+    ("compat/support.py", "_parallel_reasons", "parallel"): PARALLEL,
+    ("compat/support.py", "_cache_reasons", "transfer"): TRANSFER,
+    ("compat/support.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
+    ("compat/support.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
+    ("compat/support.py", "_cache_reasons", "specs[0]"): SPEC,
+    ("compat/__init__.py", "", "kv_cache_manager"): MANAGER,
+    ("compat/model.py", "", "runner"): RUNNERS,
+    ("compat/model.py", "", "runner.attn_groups[0][0]"): "vllm.v1.worker.utils:AttentionGroup",
+    ("compat/model.py", "", "self._builder"): BUILDERS,
+    ("compat/model.py", "", "self._builder.kv_cache_spec"): SPEC,
+    ("compat/model.py", "", "self.attentions[0]"): ATTENTION,
+    ("compat/model.py", "", "self.attentions[index]"): ATTENTION,
+    ("compat/model.py", "", "attention"): ATTENTION,
+    ("compat/model.py", "", "self.attentions[0].impl"): IMPLS,
+    ("compat/model.py", "", "attention.impl"): IMPLS,
+    ("compat/model.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
     ("worker.py", "", "super()"): WORKERS,
     ("worker.py", "", "self"): WORKERS,
     ("worker.py", "", "self.cache_config"): CACHE,
@@ -248,7 +249,7 @@ def test_what_vllm_hands_to_us_has_what_we_use(where: tuple[str, str, str], path
 
 def test_the_sizes_that_we_refuse_are_still_called_so():
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        assert has(PARALLEL, name), f"compat._parallel_reasons asks for {name}, with 1 where there is none"
+        assert has(PARALLEL, name), f"compat.support._parallel_reasons asks for {name}, with 1 where there is none"
 
 
 def overrides() -> list[str]:

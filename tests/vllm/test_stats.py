@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from kvgraft.vllm import compat
+from kvgraft.vllm.compat import transfer_config
 from kvgraft.vllm.connector import KVGraftConnector
 from kvgraft.vllm.stats import BUCKETS, METRICS, PromMetrics, Stats
 
@@ -21,10 +21,7 @@ LABELS = {"model_name": "m", "engine": "0"}
 
 
 def config() -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector=compat.CONNECTOR, kv_connector_module_path=compat.CONNECTOR_MODULE, kv_role="kv_both"
-    )
-    return VllmConfig(kv_transfer_config=transfer)
+    return VllmConfig(kv_transfer_config=transfer_config())
 
 
 def payload() -> Stats:

@@ -13,7 +13,7 @@ from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Hidden
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
-from kvgraft.vllm.compat import ModelHost
+from kvgraft.vllm.compat.model import ModelHost
 
 ALIGN_TOKENS = 4096  # copied at a time, so that aligning needs little memory
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it

@@ -10,7 +10,7 @@ from greenlet import getcurrent, greenlet
 
 from kvgraft.prefill.context import Hidden, Policy
 from kvgraft.prefill.plan import Plan
-from kvgraft.vllm.compat import ModelHost
+from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
 
 logger = logging.getLogger("kvgraft")

