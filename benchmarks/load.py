@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -224,7 +225,7 @@ class Summary:
         share = 1 / prompt if prompt else float("nan")
         return cls(
             requests=len(outcomes),
-            errors=_count(o.error or "no token" for o in outcomes if o not in good),
+            errors=dict(Counter(o.error or "no token" for o in outcomes if o not in good)),
             seconds=seconds,
             ttft_s=Spread.of([o.ttft_s for o in good]),
             gap_s=Spread.of(gaps),
@@ -235,7 +236,7 @@ class Summary:
             cached=share * sum(o.cached_tokens for o in good),
             grafted=share * sum(r["grafted_tokens"] for r in reports) if reports else None,
             recomputed=share * sum(r["recomputed_tokens"] for r in reports) if reports else None,
-            reasons=_count(r["reason"] for r in reports if r.get("reason")),
+            reasons=dict(Counter(r["reason"] for r in reports if r.get("reason"))),
         )
 
 
@@ -285,10 +286,3 @@ def _usage(chunk: Any) -> tuple[int, int, int, Mapping[str, Any] | None]:
     usage, extra = chunk.usage, (chunk.model_extra or {}).get("kv_transfer_params") or {}
     details = usage.prompt_tokens_details
     return usage.prompt_tokens, usage.completion_tokens, (details and details.cached_tokens) or 0, extra.get("kvgraft")
-
-
-def _count(names: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -30,9 +30,10 @@ from rich.table import Table
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import Server
 from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.server.tenancy import Tenant
 from load import local_tokenizer
 from servers import ServerOptions, start
-from soak_traffic import TIMEOUT_S, Traffic, bearer, label
+from soak_traffic import TIMEOUT_S, Traffic, bearer
 from workload import single_token_words
 
 MODEL = "bundled"
@@ -193,7 +194,7 @@ async def pool_of(traffic: Traffic) -> dict[str, int]:
 
 async def segments_of(traffic: Traffic, key: str) -> list[dict[str, Any]]:
     """The frozen segments of a tenant."""
-    headers, params = bearer(traffic.admin_key), {"tenant": label(key)}
+    headers, params = bearer(traffic.admin_key), {"tenant": Tenant.of(key).label}
     answer = await traffic.http.get("/v1/kvgraft/segments", params=params, headers=headers)
     return answer.raise_for_status().json()["segments"]
 

@@ -1,7 +1,6 @@
 """All that a server can be asked, at once: grafted and plain prompts, streams, aborts, segments, bad requests."""
 
 import asyncio
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,6 +9,8 @@ from random import Random
 from typing import Any
 
 import httpx
+
+from kvgraft.vllm.server.tenancy import Tenant
 
 TIMEOUT_S = 180.0  # of one answer; a request that takes longer is stuck
 DOCUMENTS = 24  # of each tenant
@@ -164,7 +165,7 @@ class Traffic:
         """Freeze a document of a tenant."""
         key = rng.choice(self.keys)
         number = rng.randrange(DOCUMENTS)
-        body = {"name": f"document {number % 6}", "text": self.documents[key][number], "tenant": label(key)}
+        body = {"name": f"document {number % 6}", "text": self.documents[key][number], "tenant": Tenant.of(key).label}
         answer = await self.http.post("/v1/kvgraft/segments", json=body, headers=bearer(self.admin_key))
         self.findings.expect(answer.status_code in (200, 409, 413), f"freeze: {answer.status_code} {answer.text[:80]}")
         self.findings.done[f"freeze: {answer.status_code}"] += 1
@@ -205,7 +206,7 @@ class Traffic:
     async def delete_segment(self, key: str, name: str) -> int:
         """Delete a tenant's segment; returns the status."""
         url = f"/v1/kvgraft/segments/{name}"
-        answer = await self.http.delete(url, params={"tenant": label(key)}, headers=bearer(self.admin_key))
+        answer = await self.http.delete(url, params={"tenant": Tenant.of(key).label}, headers=bearer(self.admin_key))
         return answer.status_code
 
     async def complete(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,11 +261,6 @@ class Traffic:
         answer = await self.complete(rng.choice(self.keys), self.body(fixed.prompt, {"reuse": "off"}, max_tokens=16))
         same = answer["choices"][0]["text"] == fixed.answer
         self.findings.expect(same, "a plain answer differs from that of the fresh server")
-
-
-def label(key: str) -> str:
-    """What the server calls the tenant with this API key."""
-    return hashlib.sha256(key.encode()).hexdigest()[:8]
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -94,6 +94,8 @@ HANDED = {
     ("connector/__init__.py", "", "super()"): BASE,
     ("connector/__init__.py", "start_load_kv", "self"): BASE,
     ("connector/__init__.py", "", "blocks"): BLOCKS,
+    ("connector/accounts.py", "", "request"): REQUEST,
+    ("connector/accounts.py", "", "request.prefill_stats"): PREFILL_STATS,
     ("connector/known.py", "", "kv_cache_manager"): MANAGER,
     ("connector/known.py", "", "tracked.request"): REQUEST,
     ("connector/tracked.py", "", "self.request"): REQUEST,

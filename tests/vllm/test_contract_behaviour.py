@@ -254,10 +254,10 @@ def test_only_the_last_token_is_computed_after_a_load(driver: Driver):
 
 def test_our_count_of_cached_tokens_stands(driver: Driver):
     request = driver.load()
-    assert request.prefill_stats.num_cached_tokens == 60, "vLLM sets prefill_stats before SchedulerSide._account does"
+    assert request.prefill_stats.num_cached_tokens == 60, "vLLM sets prefill_stats before SchedulerSide._start does"
     driver.step(finished_recving={"r"})
     _, [output] = driver.step()
-    assert output.prefill_stats.num_cached_tokens == 60, "usage.prompt_tokens_details shows what _account has set"
+    assert output.prefill_stats.num_cached_tokens == 60, "usage.prompt_tokens_details shows what _start has set"
 
 
 def test_a_failed_load_is_computed_by_vllm(driver: Driver):
@@ -358,7 +358,7 @@ def test_a_preempted_request_is_matched_again_with_its_own_blocks(driver: Driver
     driver.recorder.take()
     driver.step()
     assert driver.recorder.take() == [("match", 96), ("alloc", 0, 4), ("meta", 5)], "Tracked.admitted tells them apart"
-    assert request.num_preemptions == 1, "SchedulerSide._account leaves vLLM's count of resumed requests alone"
+    assert request.num_preemptions == 1, "SchedulerSide._start leaves vLLM's count of resumed requests alone"
 
 
 def test_requests_that_skip_the_prefix_cache_say_so(driver: Driver):

@@ -4,6 +4,7 @@ import enum
 import hashlib
 import heapq
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -130,7 +131,7 @@ class VirtualBlockIndex:
         for at in range(0, len(blocks), _INSERT_BATCH):
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
-            limit = len(pages) + self._entries.capacity if unlimited else self.max_sources
+            limit = sys.maxsize if unlimited else self.max_sources
             ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage), limit)
         self._entries.link(np.append(np.int32(after), ids))
         return ids

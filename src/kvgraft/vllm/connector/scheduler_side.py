@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.keys import scope_digest
 from kvgraft.vllm.compat import nonce_hash, on_cache_reset
+from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.settings import Settings
@@ -26,10 +27,7 @@ from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
 RUNNING = RequestStatus.RUNNING
-MAX_SPANS = 64  # of a report
 SPARE_BLOCKS = 2  # that vLLM may want beside a request's own
-KINDS = ("prefix", "grafted", "fresh")
-FALLBACKS = ("pool_pressure", "non_finite", "error")  # reasons why grafts that were found were given up
 
 
 class SchedulerSide:
@@ -52,7 +50,7 @@ class SchedulerSide:
         self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
         self._sources = itertools.count()
-        self._stats = Stats()
+        self.accounts = Accounts()
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""
@@ -99,7 +97,7 @@ class SchedulerSide:
         elif sources:
             self.known.pool.release(sources)
         if not tracked.recovering and not tracked.admitted:
-            self._account(tracked, None)
+            self.accounts.admitted(tracked, None)
         tracked.admitted, tracked.candidate = True, None
         tracked.num_offered, tracked.last_entry = 0, -1
 
@@ -139,16 +137,7 @@ class SchedulerSide:
 
     def take_stats(self) -> Stats | None:
         """What happened since the last call."""
-        stats, self._stats = self._stats, Stats()
-        if stats.is_empty():
-            return None
-        pool, frozen = self.known.pool, self.known.frozen
-        num_frozen = len(frozen.pages)
-        for state, value in (("used", pool.num_used), ("free", pool.num_free), ("frozen", num_frozen)):
-            stats.level("kvgraft:pool_blocks", state, value)
-        stats.level("kvgraft:frozen_segments", "", len(frozen.list()))
-        stats.level("kvgraft:index_entries", "", len(self.known.index))
-        return stats
+        return self.accounts.take(self.known)
 
     def _parse(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
         """Options and, if it must not graft, the reason."""
@@ -229,57 +218,13 @@ class SchedulerSide:
         candidate, tracked.pinned, tracked.recovery = tracked.recovery, [], None
         if tracked.finished:
             del self._requests[tracked.id]
-            self._stats.add("kvgraft:fallbacks_total", "aborted")
-            return
-        report = tracked.report
-        if outcome.failure is not None:
+            self.accounts.aborted()
+        elif outcome.failure is not None:
             tracked.refusal = tracked.reason = outcome.failure
             self._reveal(tracked)
-            self._account(tracked, None)
-            return
-        self._account(tracked, candidate)
-        report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
-        report.stages |= outcome.stages
-        self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
-        for stage, seconds in report.stages.items():
-            self._stats.observe("kvgraft:stage_seconds", stage, seconds)
-
-    def _account(self, tracked: Tracked, candidate: Candidate | None) -> None:
-        """Report an admission (a graft: once it has succeeded), and count the first one."""
-        report, options, request = tracked.report, tracked.options, tracked.request
-        num_prompt = request.num_prompt_tokens
-        spans = _spans(candidate, num_prompt, self._num_prefix(request))
-        report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
-        report.prompt_tokens, report.reason = num_prompt, tracked.reason
-        report.prefix_tokens, report.grafted_tokens, report.fresh_tokens = (
-            sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
-        )
-        report.spans = [list(span) for span in spans[:MAX_SPANS]]
-        if candidate is None:
-            report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
-        if not tracked.accounted:
-            self._count(tracked, candidate is not None)
-        tracked.accounted = True
-
-    def _count(self, tracked: Tracked, grafted: bool) -> None:
-        report, reason = tracked.report, tracked.reason or "unknown"
-        if not grafted:
-            if reason in FALLBACKS:
-                self._note_fallback(tracked, reason)
-            else:
-                self._stats.add("kvgraft:misses_total", reason)
-        off = tracked.refusal is not None and reason not in FALLBACKS
-        outcome = "grafted" if grafted else "off" if off else "prefix_only" if report.prefix_tokens else "miss"
-        self._stats.add("kvgraft:requests_total", outcome)
-        for kind in KINDS:
-            self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
-
-    def _num_prefix(self, request: Any) -> int:
-        return request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
-
-    def _note_fallback(self, tracked: Tracked, reason: str) -> None:
-        logger.warning("request %s is computed in full: %s", tracked.id, reason)
-        self._stats.add("kvgraft:fallbacks_total", reason)
+            self.accounts.admitted(tracked, None)
+        else:
+            self.accounts.recovered(tracked, candidate, outcome)
 
     def _offer_running(self) -> None:
         """Once in a scheduling step: what running requests have computed of their prompts becomes known."""
@@ -309,13 +254,3 @@ def _refusal(request: Any, options: RequestOptions) -> str | None:
         "streaming_session": request.resumable,
     }
     return next((reason for reason, applies in checks.items() if applies), None)
-
-
-def _spans(candidate: Candidate | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:
-    """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a preemption."""
-    if candidate is not None:
-        [spans] = candidate.plan.spans
-        found = [(span.start, min(span.stop, num_prompt), span.kind.name.lower()) for span in spans]
-    else:
-        found = [(0, num_prefix, "prefix"), (num_prefix, num_prompt, "fresh")]
-    return [span for span in found if span[0] < span[1]]
