@@ -2,16 +2,14 @@
 
 import enum
 import hashlib
-import heapq
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from kvgraft.segments.claims import grow, longest_first
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
 from kvgraft.segments.table import EntryTable, IsLive
 
@@ -255,7 +253,7 @@ class VirtualBlockIndex:
         offsets, entries = blocks[:, 2].tolist(), blocks[:, 3].tolist()
         may_begin = (not prompt.from_start) | (self._entries.source_start[blocks[:, 3]] == 0)
         runs = []
-        for first, stop in _longest_first(offsets, entries, edges, may_begin, prompt.unclaimed, self.block_size):
+        for first, stop in longest_first(offsets, entries, edges, may_begin, prompt.unclaimed, self.block_size):
             source_first = int(self._entries.source_start[entries[first]])
             runs.append(_Run(offsets[first], self.block_size * (stop - first), source_first, entries[first:stop]))
         return runs
@@ -267,7 +265,7 @@ class VirtualBlockIndex:
             if neighbour < 0:
                 continue
             position = run.start + run.length if step > 0 else run.start - 1
-            count = _reach(self._entries.tokens[neighbour, ::step], prompt, position, step)
+            count = grow(self._entries.tokens[neighbour, ::step], prompt.tokens, prompt.unclaimed, position, step)
             run.length += count
             if count and step > 0:
                 run.ids.append(neighbour)
@@ -295,50 +293,3 @@ def _occurrence(digests: np.ndarray) -> np.ndarray:
     ordered, occurrence = content[order], np.empty(len(order), np.int64)
     occurrence[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
     return occurrence
-
-
-def _longest_first(
-    starts: list[int],
-    ids: list[int],
-    edges: list[int],
-    may_begin: np.ndarray,
-    unclaimed: bytearray,
-    block_size: int,
-) -> Iterator[tuple[int, int]]:
-    """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions.
-
-    A run between two edges that has lost blocks to a longer one is cut; its pieces compete again. A run that begins
-    with a block that may not begin one (`may_begin`, bool [blocks]) is none.
-    """
-
-    def is_open(block: int) -> bool:
-        return unclaimed.find(0, starts[block], starts[block] + block_size) < 0
-
-    def is_run(first: int, stop: int) -> bool:
-        return first < stop and bool(may_begin[first])
-
-    runs = [(first, stop) for first, stop in pairwise(edges) if is_run(first, stop)]
-    heap = [(first - stop, starts[first], ids[first], first, stop) for first, stop in runs]
-    heapq.heapify(heap)
-    while heap:
-        *_, first, stop = heapq.heappop(heap)
-        lost = [block for block in range(first, stop) if not is_open(block)]
-        if not lost:
-            unclaimed[starts[first] : starts[stop - 1] + block_size] = bytes(block_size * (stop - first))
-            yield first, stop
-            continue
-        for before, after in pairwise([first - 1, *lost, stop]):
-            piece = before + 1
-            if is_run(piece, after):
-                heapq.heappush(heap, (piece - after, starts[piece], ids[piece], piece, after))
-
-
-def _reach(block: np.ndarray, prompt: _Prompt, position: int, step: int) -> int:
-    """Claim positions from position on, by step, while they are unclaimed and equal the block's tokens; how many."""
-    count = 0
-    for token in block:
-        if not 0 <= position < len(prompt.tokens) or not prompt.unclaimed[position] or prompt.tokens[position] != token:
-            break
-        prompt.unclaimed[position] = 0
-        position, count = position + step, count + 1
-    return count
