@@ -12,12 +12,28 @@ from hypothesis import strategies as st
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Full, Naive, SparseX
+from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
 from models import FAMILIES, VOCAB_SIZE
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
-EVERYTHING = [SparseX(boundary=b, topk=1.0) for b in (0, 1, 2, 99)]
-APPROXIMATE = [Naive(), SparseX(boundary=0), SparseX(boundary=1)]
+EVERYTHING = [
+    *(SparseX(boundary=b, topk=1.0) for b in (0, 1, 2, 99)),
+    SparseX(boundary=1, topk=1.0, rows="question", reduction="max", unit="block"),
+    Epic(tokens=10_000),
+    *(CacheBlend(check_layer=layer, share=1.0) for layer in (0, 1, 99)),
+    Prophet(share=1.0),
+    *(Transitive(probe=probe, topk=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
+]
+APPROXIMATE = [
+    Naive(),
+    Epic(),
+    CacheBlend(),
+    Prophet(),
+    SparseX(boundary=0),
+    SparseX(boundary=1),
+    SparseX(boundary=1, rows="question", reduction="max", unit="block"),
+    Transitive(),
+]
 
 
 @pytest.fixture(scope="module")

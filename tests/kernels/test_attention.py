@@ -85,6 +85,16 @@ def test_mass_equals_reference_and_sums_to_queries_times_heads(shape: tuple[int,
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert actual.sum().item() == pytest.approx(len(positions) * query_heads, rel=1e-5)
     assert not actual[int(positions.max()) + 1 :].any()
+    greatest = attention_mass(query, keys, positions, size**-0.5, "max", implementation="reference")
+    torch.testing.assert_close(
+        attention_mass(query, keys, positions, size**-0.5, "max"), greatest, atol=1e-5, rtol=1e-5
+    )
+    assert (greatest <= expected + 1e-5).all()
+
+
+def test_mass_is_reduced_by_sum_or_max():
+    with pytest.raises(ValueError, match="reduction must be sum or max, got 'mean'"):
+        attention_mass(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0]), 1.0, "mean")
 
 
 def test_runs_are_pseudo_sequences():

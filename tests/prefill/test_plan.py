@@ -69,6 +69,35 @@ def test_top_share_is_taken_in_each_prompt():
     assert positions(plan.top_share(scores, 0.01, plan.grafted)) == [3, 17]  # rounded up
 
 
+def test_the_question_is_what_is_fresh_behind_the_last_graft():
+    asked = Plan.for_prompt(12, 4, prefix_blocks=[0], matches=[match(5, 2), match(8, 2)])
+    ends_in_graft = Plan.for_prompt(10, 4, matches=[match(2, 8)])
+    nothing_grafted = Plan.for_prompt(3, 4)
+    assert positions(asked.question) == [10, 11]
+    assert positions(Plan.batch([asked, ends_in_graft, nothing_grafted]).question) == [10, 11, 21, 22, 23, 24]
+
+
+def test_heads_are_the_beginnings_of_what_moved_together():
+    moved = [match(1, 5, source_start=11), match(6, 4, source_start=3), match(12, 6, source_start=0)]
+    plan = Plan.for_prompt(20, 4, matches=moved)
+    assert positions(plan.heads(2)) == [1, 2, 6, 7, 12, 13]
+    assert positions(plan.heads(100)) == positions(plan.grafted)
+    assert positions(plan.heads(0)) == []
+    together = Plan.for_prompt(20, 4, matches=[match(1, 4, source_start=3), match(5, 4, source_start=7)])
+    assert positions(together.heads(1)) == [1]  # two matches of one shift are one stretch
+    assert positions(Plan.batch([Plan.for_prompt(3, 4), plan]).heads(1)) == [4, 9, 15]
+
+
+def test_reaching_is_by_prompt():
+    one, two = (Plan.for_prompt(6, 4, matches=[match(0, 4)]) for _ in range(2))
+    plan = Plan.batch([one, two])
+    scores = torch.tensor([1.0, 5, 2, 9, 4, 6, 1, 1, 1, 1, 9, 0])
+    chosen = torch.zeros(12, dtype=torch.bool)
+    assert positions(plan.reaching(scores, chosen)) == []
+    chosen[[1, 3]] = True
+    assert positions(plan.reaching(scores, chosen)) == [1, 3, 5]
+
+
 def test_without_grafts_only_exact_hits_remain():
     plan = Plan.for_prompt(12, 4, prefix_blocks=[0], matches=[match(4, 8)]).without_grafts()
     assert positions(plan.fresh) == list(range(4, 12))

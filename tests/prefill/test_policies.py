@@ -1,6 +1,7 @@
 import pytest
 
-from kvgraft.prefill.policies import POLICIES, Full, Policy, SparseX, make_policy, parse_policy
+from kvgraft.prefill.options import count_layers
+from kvgraft.prefill.policies import POLICIES, Full, Policy, SparseX, Transitive, make_policy, parse_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -17,7 +18,14 @@ def test_options_are_parsed_as_shares_and_counts():
     assert parse_policy("full") == Full()
 
 
-@pytest.mark.parametrize("policy", [Full(), SparseX(), SparseX(boundary=0, topk=1e-05, overflow_blocks=2)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(make_policy(name) for name in POLICIES),
+        SparseX(boundary=0, topk=1e-05, overflow_blocks=2, rows="question", reduction="max", unit="block"),
+    ],
+    ids=str,
+)
 def test_a_policy_is_written_as_it_is_read(policy: Policy):
     assert parse_policy(str(policy)) == policy
 
@@ -25,12 +33,23 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic", "unknown policy 'magic': choose from full, naive, sparsex"),
+        ("magic", "unknown policy 'magic': choose from cacheblend, epic, full, naive, prophet, sparsex, transitive"),
         ("", "unknown policy ''"),
-        ("sparsex:budget=1", "no option 'budget': it has boundary, topk, overflow_blocks, tail_tokens"),
+        ("sparsex:budget=1", "no option 'budget': it has rows, reduction, unit, boundary, topk, overflow_blocks"),
         ("full:topk=1", "no option 'topk': it has none"),
-        ("sparsex:topk=much", "'topk=much' is not option=number"),
-        ("sparsex:topk", "'topk' is not option=number"),
+        ("sparsex:topk=much", "topk must be a share from 0 to 1, got 'much'"),
+        ("sparsex:topk", "'topk' is not option=value"),
+        ("sparsex:topk=nan", "topk must be a share from 0 to 1, got nan"),
+        ("sparsex:rows=1", "rows must be one of all_fresh, question, got 1"),
+        ("sparsex:reduction=mean", "reduction must be one of sum, max, got 'mean'"),
+        ("transitive:unit=page", "unit must be one of token, block, got 'page'"),
+        ("transitive:probe=-1", "probe must be an integer of at least 0, got -1"),
+        ("transitive:hops=-1", "hops must be an integer of at least 0, got -1"),
+        ("transitive:first=2", "first must be a share from 0 to 1, got 2"),
+        ("epic:tokens=-1", "tokens must be an integer of at least 0, got -1"),
+        ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
+        ("cacheblend:share=9", "share must be a share from 0 to 1, got 9"),
+        ("prophet:share=x", "share must be a share from 0 to 1, got 'x'"),
         ("sparsex:topk=1.5", "topk must be a share from 0 to 1, got 1.5"),
         ("sparsex:topk=-0.1", "topk must be a share from 0 to 1, got -0.1"),
         ("sparsex:boundary=-1", "boundary must be an integer of at least 0, got -1"),
@@ -53,4 +72,18 @@ def test_nan_is_no_share():
     ("boundary", "layers", "dense"), [(0, 6, 0), (3, 2, 2), (0.15, 6, 1), (0.2, 36, 8), (0.2, 10, 2), (0.0, 6, 0)]
 )
 def test_the_boundary_is_a_count_or_a_share(boundary: int | float, layers: int, dense: int):
-    assert SparseX(boundary=boundary).num_dense_layers(layers) == dense
+    assert count_layers(boundary, layers) == dense
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({"topk": 0.5, "first": 0.4, "hops": 2}, [0.2, 0.15 / 0.8, 0.15 / 0.65]),
+        ({"topk": 1.0, "first": 0.4, "hops": 2}, [0.4, 0.5, 1.0]),
+        ({"topk": 0.5, "hops": 0}, [0.5]),
+        ({"topk": 0.0, "hops": 1}, [0.0, 0.0]),
+        ({"topk": 1.0, "first": 1.0, "hops": 2}, [1.0, 0.0, 0.0]),
+    ],
+)
+def test_hops_share_what_is_left(options: dict, shares: list[float]):
+    assert Transitive(**options)._shares() == pytest.approx(shares)

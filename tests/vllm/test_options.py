@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgraft.prefill.options import count_layers
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Full, Naive, SparseX
 from kvgraft.vllm.options import CONTROL_TOKEN, KEY, MAX_NAME, Control, Report, RequestOptions, check_name
@@ -62,10 +63,10 @@ def test_the_namespace_is_taken_as_it_is():
         ({"reuse": None}, "reuse must be 'auto' or 'off', got None"),
         ({"reuse": ["auto"]}, "reuse must be 'auto' or 'off'"),
         ({"policy": 3}, "policy must be a string, got 3"),
-        ({"policy": "best"}, "unknown policy 'best': choose from full, naive, sparsex"),
-        ({"policy": ""}, "unknown policy '': choose from full, naive, sparsex"),
-        ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=number"),
-        ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has boundary, topk"),
+        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, epic"),
+        ({"policy": ""}, "unknown policy '': choose from cacheblend, epic"),
+        ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=value"),
+        ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has rows, reduction"),
         ({"policy": "naive:topk=1"}, "policy 'naive' has no option 'topk': it has none"),
         ({"topk": 1.5}, "topk must be a share from 0 to 1, got 1.5"),
         ({"topk": -0.1}, "topk must be a share from 0 to 1, got -0.1"),
@@ -78,7 +79,7 @@ def test_the_namespace_is_taken_as_it_is():
         ({"overflow_blocks": 0.5}, "overflow_blocks must be an integer of at least 0, got 0.5"),
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
         ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, namespace"),
-        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, namespace, boundary, topk, overflow_blocks"),
+        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, namespace, rows"),
         ({"control": {"op": "list"}}, "no field 'control': allowed are"),
         ({"name": "sparsex"}, "no field 'name': allowed are"),
         ({7: 1}, "no field 7: allowed are"),
@@ -101,7 +102,7 @@ def test_a_count_of_any_size_is_refused_or_works(count: int):
             policy = RequestOptions.parse({name: count}, DEFAULT).policy
             assert isinstance(policy, SparseX)
             assert plan.overflow(policy.overflow_blocks).shape == plan.tail(policy.tail_tokens).shape == (8,)
-            assert 0 <= policy.num_dense_layers(6) <= 6
+            assert 0 <= count_layers(policy.boundary, 6) <= 6
 
 
 JSON = st.recursive(

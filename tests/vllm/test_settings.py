@@ -34,7 +34,7 @@ def test_what_is_given_is_taken():
             {"polcy": "naive"},
             "no KVGraft setting 'polcy': allowed are policy, approximate_sources, require",
         ),
-        ({"policy": "best"}, "unknown policy 'best': choose from full, naive, sparsex"),
+        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, epic"),
         ({"policy": "sparsex:topk=2"}, "topk must be a share from 0 to 1, got 2"),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
         ({"policy": None}, "policy must be a string, got None"),

@@ -106,20 +106,32 @@ def varlen_attention(
 
 
 def attention_mass(
-    query: Tensor, keys: Tensor, positions: Tensor, scale: float, *, implementation: str | None = None
+    query: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scale: float,
+    reduction: str = "sum",
+    *,
+    implementation: str | None = None,
 ) -> Tensor:
-    """Softmax attention that each key receives, summed over queries and heads (SparseX Eq. 1 and 2).
+    """Softmax attention that each key receives, over queries and heads (SparseX Eq. 1 and 2).
 
     Args:
         query: [n, Hq, d] at `positions` int64 [n], ascending.
         keys: [T, Hkv, d] of positions 0..T-1; key j is visible to query i if j <= positions[i].
         scale: of the logits, usually d ** -0.5.
+        reduction: sum | max over queries and heads.
         implementation: reference | cpu; by default `cpu`, which serves CUDA as well.
 
     Returns:
-        float32 [T]; sums to n * Hq.
+        float32 [T]; sums to n * Hq under `sum`.
+
+    Raises:
+        ValueError: another reduction.
     """
-    return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale)
+    if reduction not in ("sum", "max"):
+        raise ValueError(f"reduction must be sum or max, got {reduction!r}")
+    return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale, reduction)
 
 
 def _check_pool(keys: Tensor, values: Tensor, layers: range) -> None:

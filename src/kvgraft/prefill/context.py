@@ -7,11 +7,13 @@ A policy never sees block tables, cache layouts or model classes. A host (the na
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from kvgraft.prefill.plan import Plan
+
+Reduction = Literal["sum", "max"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +77,10 @@ class PrefillContext(ABC):
         """The cache as it stands, values of the tokens in `where`: [n, Hkv, d]."""
 
     @abstractmethod
-    def scores(self, index: int, queries: Tensor) -> Tensor:
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from the tokens in
-        `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2). Uses the queries of the last
-        `layer` or `project` call, which must have been at this layer and have included them."""
+        `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2), or the greatest of them. Uses the
+        queries of the last `layer` or `project` call, which must have been at this layer and have included them."""
 
     def run(self, layers: Iterable[int], hidden: Hidden) -> Hidden:
         """These layers, one after the other."""

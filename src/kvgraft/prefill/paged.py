@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
-from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 
 
@@ -52,7 +52,7 @@ class PagedPrefill(PrefillContext):
     def values(self, index: int, where: Tensor) -> Tensor:
         return self._values_at(index, self._slots_of(where))
 
-    def scores(self, index: int, queries: Tensor) -> Tensor:
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""
         computed_at, where, query = self._last_query()
         if computed_at != index or bool((queries & ~where).any()):
@@ -67,7 +67,9 @@ class PagedPrefill(PrefillContext):
                 mine = slice(before, before + int(where[prompt].sum()))
                 positions = self.plan.positions[prompt][queries[prompt]].to(slots.device)
                 keys = self._keys_at(index, slots[: prompt.stop - prompt.start])
-                scores[prompt] = attention_mass(query[mine][chosen[mine]], keys, positions, self._scale).cpu()
+                scores[prompt] = attention_mass(
+                    query[mine][chosen[mine]], keys, positions, self._scale, reduction
+                ).cpu()
             return scores
 
     def last_hidden(self, hidden: Hidden) -> Tensor:

@@ -131,6 +131,14 @@ class Plan:
         return self.kinds == Kind.FRESH
 
     @cached_property
+    def question(self) -> Tensor:
+        """bool [T]: the fresh tokens behind the last grafted one of their prompt; all of them where none is grafted."""
+        behind = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt in self.prompts:
+            behind[prompt] = self.grafted[prompt].flip(0).cumsum(0).flip(0) == 0
+        return behind & self.fresh
+
+    @cached_property
     def active(self) -> Tensor:
         """bool [T]: everything but the exact hits."""
         return ~self.prefix
@@ -170,6 +178,18 @@ class Plan:
                 chosen[prompt.start + first : prompt.start + spans[-2].stop] = True
         return chosen
 
+    def heads(self, tokens: int) -> Tensor:
+        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one)."""
+        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
+        if not self.graft_targets.numel():
+            return chosen
+        starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
+        starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
+        segment = starts.cumsum(0) - 1
+        place = torch.arange(starts.numel()) - starts.nonzero()[:, 0][segment]
+        chosen[self.graft_targets[place < tokens]] = True
+        return chosen
+
     def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
         """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T]."""
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
@@ -179,6 +199,14 @@ class Plan:
             best = scores[prompt][candidates].topk(count).indices
             chosen[prompt.start + candidates[best]] = True
         return chosen
+
+    def reaching(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """bool [T]: in each prompt the tokens that score no less than the worst in `chosen` bool [T]; none if empty."""
+        reached = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt in self.prompts:
+            if chosen[prompt].any():
+                reached[prompt] = scores[prompt] >= scores[prompt][chosen[prompt]].min()
+        return reached
 
 
 def _joined(pieces: Iterable[np.ndarray]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kv.rope import rotate
-from kvgraft.prefill.context import Hidden
+from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.model import ModelHost
@@ -104,9 +104,9 @@ class VllmPrefill(PagedPrefill):
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
         self._query = (index, hidden.where, torch.cat(queries))
 
-    def scores(self, index: int, queries: Tensor) -> Tensor:
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol, over the heads of all tensor-parallel ranks."""
-        return self._host.agree(super().scores(index, queries)).cpu()
+        return self._host.agree(super().scores(index, queries, reduction), reduction).cpu()
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[0]

@@ -121,7 +121,7 @@ BAD_PARAMS = [
     ({"do_remote_prefill": True}, "no field 'do_remote_prefill' here: allowed is kvgraft"),
     ({"kvgraft": {}, "remote_block_ids": [1]}, "no field 'remote_block_ids'"),
     ({"kvgraft": None}, "must be an object, got NoneType"),
-    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, namespace, boundary"),
+    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, namespace, rows"),
     ({"kvgraft": {"control": {"op": "delete", "name": "x", "token": ""}}}, "no field 'control'"),
     ({"kvgraft": {"topk": 2}}, "topk must be a share"),
     ({"kvgraft": {"topk": [[[]]]}}, "topk must be a share"),

@@ -25,7 +25,7 @@ def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: Varlen
     return output
 
 
-def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
     """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a time."""
     num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
     transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
@@ -39,7 +39,11 @@ def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float)
         logits = torch.bmm(chunk, transposed[:, :, :seen])
         future = here[first:seen] > at.repeat_interleave(groups)[:, None]  # [c * G, seen - first]
         logits[:, :, first:].masked_fill_(future, float("-inf"))
-        mass[:seen] += logits.softmax(-1).sum((0, 1))
+        weights = logits.softmax(-1)
+        if reduction == "sum":
+            mass[:seen] += weights.sum((0, 1))
+        else:
+            mass[:seen] = torch.maximum(mass[:seen], weights.amax((0, 1)))
     return mass
 
 

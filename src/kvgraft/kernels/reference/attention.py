@@ -20,9 +20,10 @@ def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: Varlen
     return output
 
 
-def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
     """See `kvgraft.kernels.dispatch.attention_mass`; the whole attention matrix at once."""
-    return _probabilities(query, keys, scale, positions).sum((0, 1))
+    weights = _probabilities(query, keys, scale, positions)
+    return weights.sum((0, 1)) if reduction == "sum" else weights.amax((0, 1))
 
 
 def _probabilities(query: Tensor, keys: Tensor, scale: float, positions: Tensor) -> Tensor:

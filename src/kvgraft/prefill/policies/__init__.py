@@ -5,11 +5,17 @@ from dataclasses import fields
 from typing import Any
 
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies.cacheblend import CacheBlend
+from kvgraft.prefill.policies.epic import Epic
 from kvgraft.prefill.policies.full import Full
 from kvgraft.prefill.policies.naive import Naive
+from kvgraft.prefill.policies.prophet import Prophet
 from kvgraft.prefill.policies.sparsex import SparseX
+from kvgraft.prefill.policies.transitive import Transitive
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, Naive, SparseX)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive)
+}
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -33,11 +39,31 @@ def parse_policy(text: str) -> Policy:
     options = {}
     for item in filter(None, rest.split(",")):
         option, _, value = item.partition("=")
-        try:
-            options[option.strip()] = float(value) if any(c in value for c in ".e") else int(value)
-        except ValueError:
-            raise ValueError(f"policy option {item!r} is not option=number") from None
+        if not value:
+            raise ValueError(f"policy option {item!r} is not option=value")
+        options[option.strip()] = _parse_value(value.strip())
     return make_policy(name.strip(), options)
 
 
-__all__ = ["POLICIES", "Full", "Naive", "Policy", "SparseX", "make_policy", "parse_policy"]
+def _parse_value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+__all__ = [
+    "POLICIES",
+    "CacheBlend",
+    "Epic",
+    "Full",
+    "Naive",
+    "Policy",
+    "Prophet",
+    "SparseX",
+    "Transitive",
+    "make_policy",
+    "parse_policy",
+]

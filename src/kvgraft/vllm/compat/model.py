@@ -134,12 +134,13 @@ class ModelHost:
         for attention in self.attentions:
             attention.kv_cache.index_fill_(0, blocks, 0)
 
-    def agree(self, scores: Tensor) -> Tensor:
-        """Scores float32 [n] of this rank's heads -> of all heads, bit for bit the same on every rank."""
+    def agree(self, scores: Tensor, reduction: str) -> Tensor:
+        """Scores float32 [n] of this rank's heads -> sum or max over all heads, the same on every rank."""
         if get_tensor_model_parallel_world_size() == 1:
             return scores
         group = get_tp_group()
-        return group.broadcast(group.all_reduce(scores.to(self.device)), src=0)
+        gathered = group.all_gather(scores.to(self.device)[None], dim=0)  # [ranks, n]
+        return gathered.sum(0) if reduction == "sum" else gathered.amax(0)
 
     def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""

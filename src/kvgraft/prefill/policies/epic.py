@@ -1,0 +1,31 @@
+"""EPIC: recompute the beginning of every segment."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.options import require_at_least
+
+
+@dataclass(frozen=True)
+class Epic(Policy):
+    """The first tokens of every segment, which were attention sinks where it was read (EPIC, LegoLink-16).
+
+    Source: Hu et al., "EPIC: Efficient Position-Independent Caching for Serving Large Language Models", 2024.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "epic"
+
+    tokens: int = 16  # N: recomputed at the beginning of each segment
+
+    def __post_init__(self) -> None:
+        require_at_least("tokens", self.tokens, 0)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Graft all layers, run the fresh tokens and the beginnings."""
+        layers = range(ctx.num_layers)
+        ctx.graft(layers)
+        return ctx.run(layers, ctx.embed(ctx.plan.fresh | ctx.plan.heads(self.tokens)))

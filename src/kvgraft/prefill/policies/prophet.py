@@ -1,0 +1,43 @@
+"""ProphetKV: recompute what the question attends to, over all layers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.options import require_share
+from kvgraft.prefill.selection import Rows, SelectsByAttention
+
+
+@dataclass(frozen=True)
+class Prophet(SelectsByAttention):
+    """One pass of the fresh tokens over cached KV collects the question's attention in every layer; then the best
+    tokens are recomputed.
+
+    Source: Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in
+    Retrieval-Augmented Generation", 2026: two stages, scores fused over layers by their mean, 20 % of the tokens.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "prophet"
+
+    rows: Rows = "question"
+    share: float = 0.20  # of the grafted tokens, recomputed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_share("share", self.share)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Stage 1: attention of the question, layer by layer. Stage 2: fresh and chosen tokens from layer 0."""
+        plan, layers = ctx.plan, range(ctx.num_layers)
+        ctx.graft(layers)
+        hidden, scores = ctx.embed(plan.fresh), torch.zeros(plan.num_tokens)
+        for index in layers:
+            hidden = ctx.layer(index, hidden)
+            scores += self.score(ctx, index, self.asking(plan))
+        chosen = plan.top_share(scores, self.share, among=plan.grafted)
+        return ctx.run(layers, ctx.embed(plan.fresh | chosen))

@@ -1,0 +1,63 @@
+"""Transitive selection: what the question asks for, and what that in turn was made from."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.options import count_layers, require_at_least, require_layers, require_share
+from kvgraft.prefill.selection import Rows, SelectsByAttention
+
+
+@dataclass(frozen=True)
+class Transitive(SelectsByAttention):
+    """A sparse probe chooses tokens, whose queries choose further tokens; all of them run from layer 0.
+
+    KVGraft's own method. No dense pass: the first `probe` layers run on the fresh tokens alone, against aligned KV, and
+    the question's queries at the next layer score the grafted keys. Each hop then probes with the tokens just chosen,
+    and with fresh tokens inside the text (segment edges) that scored as well.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "transitive"
+
+    rows: Rows = "question"
+    probe: int | float = 0.1  # layers computed before keys are scored: a number, or a share of all, rounded up
+    topk: float = 0.05  # share of the grafted tokens recomputed
+    hops: int = 2  # rounds in which chosen tokens choose further ones
+    first: float = 0.4  # share of the chosen tokens that the question chooses; the hops share the rest evenly
+    tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layers("probe", self.probe)
+        require_share("topk", self.topk)
+        require_at_least("hops", self.hops, 0)
+        require_share("first", self.first)
+        require_at_least("tail_tokens", self.tail_tokens, 1)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Graft everything, probe and hop, then recompute fresh and chosen tokens."""
+        plan, layers = ctx.plan, range(ctx.num_layers)
+        probe = min(count_layers(self.probe, ctx.num_layers), ctx.num_layers - 1)
+        ctx.graft(layers)
+        chosen = plan.tail(self.tail_tokens)
+        computed, asking = plan.fresh | chosen, self.asking(plan) | chosen
+        for share in self._shares():
+            ctx.project(probe, ctx.run(range(probe), ctx.embed(computed)))
+            scores = self.score(ctx, probe, asking)
+            found = plan.top_share(scores, share, among=plan.grafted & ~chosen)
+            if not found.any():
+                break
+            chosen = chosen | found
+            computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
+        return ctx.run(layers, ctx.embed(plan.fresh | chosen))
+
+    def _shares(self) -> list[float]:
+        """Share that each round chooses of what the rounds before it left."""
+        first = self.first if self.hops else 1.0
+        parts = [self.topk * first, *[self.topk * (1 - first) / max(1, self.hops)] * self.hops]
+        used = accumulate(parts, initial=0.0)
+        return [part / (1 - before) if part else 0.0 for part, before in zip(parts, used, strict=False)]
