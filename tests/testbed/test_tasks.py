@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from collections import Counter
 from random import Random
 
 import pytest
@@ -7,20 +7,34 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvgraft.testbed import MODEL_DIR, vocabulary
-from kvgraft.testbed.tasks import Facts, Question, make_documents, make_glossary, read
+from kvgraft.testbed.tasks import (
+    NEEDLES,
+    Facts,
+    Question,
+    Resolved,
+    ask,
+    is_code,
+    make_documents,
+    make_glossary,
+    read,
+    resolve,
+    together,
+)
 
-FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5)
+FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2)
 COLOURS = vocabulary.COLOURS[:3]
 
 
 def answers(*segments: str) -> dict[str, str]:
     return {
-        question.text.removeprefix("question : ").removesuffix(" is"): question.answer for question in read(segments)
+        question.text.removeprefix("question : ").removesuffix(" ? answer :"): question.answer
+        for question in read(segments)
     }
 
 
 def test_vocabulary_is_the_models():
-    assert set(AutoTokenizer.from_pretrained(MODEL_DIR).get_vocab()) == vocabulary.VOCABULARY
+    ids = AutoTokenizer.from_pretrained(MODEL_DIR).get_vocab()
+    assert sorted(ids, key=ids.__getitem__) == list(vocabulary.VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +54,7 @@ def test_vocabulary_is_the_models():
     ],
 )
 def test_read_answers_each_task(segments: list[str], question: Question):
-    text = f"question : {question.text} is"
+    text = ask(question.text)
     assert next(found for found in read(segments) if found.text == text) == Question(
         question.task, text, question.answer, question.segments
     )
@@ -50,7 +64,6 @@ def test_read_answers_each_task(segments: list[str], question: Question):
     ("early", "late", "phrase"),
     [
         ("x5 = 66 .", "x33 = x5 .", "value of x33"),
-        ("the home of greta is turin .", "the mentor of hope is greta .", "home of mentor of hope"),
         ("note red means 51 .", "the paint of lamp is red .", "note of lamp"),
         ("now dina came .", "the chest is theirs .", "owner of chest"),
     ],
@@ -76,14 +89,17 @@ def test_crosses():
 def test_every_fact_can_be_asked_in_its_order(seed: int, num_documents: int):
     rng = Random(seed)
     order = tuple(rng.sample(range(num_documents), num_documents))
-    documents = make_documents(rng, FACTS, orders=[order], num_tokens=400, colours=COLOURS)
+    documents = make_documents(rng, FACTS, orders=[order], num_tokens=600, colours=COLOURS)
     questions = read([make_glossary(rng, COLOURS, 3), *(documents[number] for number in order)])
-    counts = {task: sum(question.task == task for question in questions) for task in asdict(FACTS)}
-    assert counts.pop("coreference") <= FACTS.coreference  # things before the first name have no owner
-    assert counts == {"needle": 4 + 3, "variable": 12, "hop": 3, "glossary": 4}  # homes can be asked for, too
+    counts = Counter(question.task for question in questions)
+    assert counts.pop("coreference", 0) <= FACTS.coreference  # things before the first name have no owner
+    assert counts.pop("hop", 0) + counts.pop("hop_reversed", 0) == FACTS.hop
+    assert counts == {  # homes and mentors can be asked for, too
+        "needle": 4 + 2 * 3, "variable": 12, "glossary": 4, "frequent": 2, "common": 1, "vote": 2,
+    }  # fmt: skip
     words = " ".join(documents).split()
-    assert vocabulary.VOCABULARY.issuperset(words)
-    assert 400 <= len(words) < 408
+    assert set(vocabulary.VOCABULARY).issuperset(words)
+    assert 600 <= len(words) < 608
 
 
 def test_each_order_has_chains_of_its_own():
@@ -95,7 +111,7 @@ def test_each_order_has_chains_of_its_own():
 
 def test_same_seed_same_documents():
     first, again, other = (
-        make_documents(Random(seed), FACTS, orders=[(0, 1)], num_tokens=300, colours=COLOURS) for seed in (1, 1, 2)
+        make_documents(Random(seed), FACTS, orders=[(0, 1)], num_tokens=500, colours=COLOURS) for seed in (1, 1, 2)
     )
     assert first == again != other
 
@@ -115,7 +131,56 @@ def test_make_documents_refuses(facts: Facts, arguments: dict, message: str):
         make_documents(Random(0), facts, **{"num_tokens": 100, **arguments})
 
 
-@pytest.mark.parametrize("facts", [{"needle": 60, "glossary": 20}, {"hop": 40}, {"variable": 49}])
+@pytest.mark.parametrize("facts", [{"needle": 60, "glossary": 21}, {"hop": 40}, {"variable": 49}])
 def test_facts_refuse_more_than_the_vocabulary_holds(facts: dict[str, int]):
     with pytest.raises(ValueError, match="at most"):
         Facts(**facts)
+
+
+def test_two_facts_can_be_read_in_either_order():
+    home, mentor = "the home of greta is turin .", "the mentor of hope is greta ."
+    for segments, task, via in (((home, mentor), "hop", ""), ((mentor, home), "hop_reversed", "greta")):
+        [question] = [q for q in read(segments) if "mentor of hope" in q.text and "home" in q.text]
+        assert question == Question(task, ask("home of mentor of hope"), "turin", (0, 1), via)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ({"dax": 5, "wug": 3, "zup": 2, "fep": 1}, "dax wug zup"),
+        ({"dax": 5, "wug": 3, "zup": 2}, "dax wug zup"),
+        ({"dax": 5, "wug": 3, "zup": 3}, None),  # no order
+        ({"dax": 5, "wug": 3, "zup": 1, "fep": 1}, None),  # no third
+        ({"dax": 5, "wug": 3}, None),
+    ],
+)
+def test_frequent_words_are_asked_for_where_they_are_clear(said: dict[str, int], answer: str | None):
+    text = " ".join(f"ada saw {word} ." for word, count in said.items() for _ in range(count))
+    found = answers(text, "bert saw vask .")
+    assert found == ({"most seen by ada": answer} if answer else {})
+
+
+def test_common_words_and_votes():
+    common = " ".join(f"drum holds {word} ." for word in ("dax", "wug", "zup") for _ in range(3))
+    votes = "bell gets 42 . bell gets 17 . bell gets 42 ."
+    found = answers(common + " drum holds fep .", votes)
+    assert set(found.pop("common in drum").split()) == {"dax", "wug", "zup"}
+    assert found == {"most given to bell": "42"}
+
+
+def test_resolve_says_what_words_mean_by_what_stood_before_them():
+    segments = ["note red means 51 . x1 = 42 .", "doc 12 : x2 = x1 . the paint of lamp is red .", "x3 = x2 ."]
+    assert resolve(segments) == (Resolved(1, 5, "42"), Resolved(1, 12, "51"), Resolved(2, 2, "42"))
+    for found in resolve(segments):
+        assert segments[found.segment].split()[found.place] in {"x1", "red", "x2"}
+
+
+def test_codes_are_asked_for_together():
+    text = " ".join(
+        f"the code of {thing} is {number} ." for thing, number in zip(vocabulary.THINGS, range(10, 14), strict=False)
+    )
+    codes = [question for question in read([text]) if is_code(question)]
+    assert len(codes) == NEEDLES
+    question = together(codes)
+    assert question.text == ask(f"codes of {' '.join(vocabulary.THINGS[:4])}")
+    assert question.answer == "10 11 12 13"

@@ -54,7 +54,7 @@ def _rag(rng: Random) -> Iterator[Item]:
             for glossary, order in zip(glossaries, (before, *orders), strict=False)
         )
         earlier_question = rng.choice(read(earlier)).text
-        yield Item(((*earlier, earlier_question),), _ask(rng, later, tasks))
+        yield Item(((*earlier, earlier_question),), _ask(rng, later, tasks, earlier_question))
 
 
 def _chat(rng: Random) -> Iterator[Item]:
@@ -80,13 +80,14 @@ def _write(rng: Random, orders: Sequence[Order]) -> tuple[Segments, Segments]:
     return glossaries, make_documents(rng, FACTS, orders=orders, num_tokens=NUM_TOKENS, colours=colours)
 
 
-def _ask(rng: Random, readings: Sequence[Segments], tasks: Iterator[Task]) -> tuple[Prompt, ...]:
-    """Prompts of the next `tasks`; their facts lie in several segments where the task and the reading allow it."""
+def _ask(rng: Random, readings: Sequence[Segments], tasks: Iterator[Task], but: str = "") -> tuple[Prompt, ...]:
+    """Prompts of the next `tasks`, none with the question `but`; their facts lie in several segments where the task
+    and the reading allow it."""
     asked: dict[str, Prompt] = {}
     for segments in readings:
         answerable = read(segments)
         for task in islice(tasks, QUESTIONS_PER_READING):
-            new = [question for question in answerable if question.text not in asked]
+            new = [question for question in answerable if question.text not in {*asked, but}]
             fitting = [question for question in new if question.task == task]
             question = rng.choice([question for question in fitting if question.crosses] or fitting or new)
             asked[question.text] = Prompt((*segments, question.text), question)
