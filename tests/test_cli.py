@@ -13,7 +13,7 @@ DOCUMENT = (
 )
 CASE = {
     "read": [DOCUMENT],
-    "prompt": f"note grey means 51 . {DOCUMENT} question : note of bell is",
+    "prompt": f"note grey means 51 . {DOCUMENT} question : note of bell ? answer :",
     "policies": ["naive", "sparsex", "sparsex:topk=1.0"],
     "max_tokens": 2,
     "repeats": 1,
@@ -30,7 +30,7 @@ def case(tmp_path: Path) -> Path:
 def test_generate_prints_the_answer_and_where_its_tokens_came_from(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     document = tmp_path / "document.txt"
     document.write_text(DOCUMENT)
-    question = f"question : {DOCUMENT} question : code of lamp is"
+    question = f"question : {DOCUMENT} question : code of lamp ? answer :"
     arguments = ["generate", question, "--read", str(document), "--max-tokens", "1", "--json"]
     assert run(app, arguments) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -61,14 +61,13 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
         (["generate"], "give either a prompt or --file"),
         (["generate", "x", "--file", "nowhere.txt"], "give either a prompt or --file"),
         (["generate", "--file", "nowhere.txt"], "no such file: nowhere.txt"),
-        (["generate", "the code", "--policy", "magic"], "unknown policy 'magic': choose from full, naive, sparsex"),
+        (["generate", "the code", "--policy", "magic"], "unknown policy 'magic': choose from cacheblend, epic"),
         (["generate", "the code", "--policy", "sparsex:topk=3"], "topk must be a share from 0 to 1, got 3"),
         (["generate", ""], "the prompt has no tokens"),
         (["generate", "the code", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["generate", "the code", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
         (["generate", "the <|reuse|> code"], "has no '<|/reuse|>'"),
-        (["generate", "the code", "--chat"], "the tokenizer has no chat template"),
-        (["generate", "the " * 5000], "exceed the limit of 4096"),
+        (["generate", "the " * 5000], "exceed the limit of 4608"),
         (["generate", "the code", "--model", "nowhere"], "nowhere is not a model directory"),
         (["generate", "the code", "--dtype", "int4"], "dtype 'int4' is not one of"),
         (["generate", "the code", "--device", "tpu"], "device 'tpu' is not available"),
@@ -116,3 +115,55 @@ def test_the_installed_command_answers_without_a_traceback():
     assert finished.returncode == 2
     assert finished.stderr.startswith("kvgraft: ")
     assert "Traceback" not in finished.stderr
+
+
+def test_eval_writes_tables_and_pictures_and_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = tmp_path / "results"
+    arguments = ["eval", "--suite", "multihop", "--policies", "full,naive", "--items", "1", "--lengths", "300"]
+    assert run(app, [*arguments, "--patterns", "alone", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in found["all"]] == ["full", "naive"]
+    assert {"rows.jsonl", "config.json", "tables.md", "by_task.csv", "quality_work.png"} <= {
+        path.name for path in out.iterdir()
+    }
+    before = (out / "rows.jsonl").read_text()
+    assert run(app, [*arguments, "--patterns", "alone", "--out", str(out)]) == 0
+    assert (out / "rows.jsonl").read_text() == before
+    assert "multihop/hop" in capsys.readouterr().out
+
+
+def test_inspect_writes_a_page(capsys: pytest.CaptureFixture[str], case: Path, tmp_path: Path):
+    page = tmp_path / "page.html"
+    assert run(app, ["inspect", str(case), "--html", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert "4 policies" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "--suite", "rules"], "unknown suite 'rules': choose from all, ruler"),
+        (["eval", "--suite", "missing.jsonl"], "no such file: missing.jsonl"),
+        (["eval", "--suite", "ruler", "--policies", "full,magic"], "unknown policy 'magic'"),
+        (["eval", "--suite", "ruler", "--policies", "naive"], "policies must begin with full"),
+        (["eval", "--suite", "ruler", "--host", "moon"], "unknown host 'moon'"),
+        (["eval", "--suite", "ruler", "--lengths", "long"], "lengths must be numbers of tokens"),
+        (["eval", "--suite", "ruler", "--lengths", "9"], "length must be at least 256 tokens, got 9"),
+        (["eval", "--suite", "ruler", "--patterns", "sideways"], "unknown pattern 'sideways'"),
+        (["eval", "--suite", "ruler", "--items", "0"], "items must be at least 1, got 0"),
+        (["eval", "--suite", "ruler", "--model", "nowhere"], "nowhere"),
+        (["inspect", "missing.json", "--html", "page.html"], "no such file: missing.json"),
+    ],
+)
+def test_what_eval_and_inspect_refuse_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(app, arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -16,6 +16,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate import compare as comparison
 from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.tasks import PATTERNS, find_suites
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
@@ -143,6 +144,79 @@ def compare(
         console.print(comparison.render(outcomes))
 
 
+@app.command("eval")
+def evaluate(
+    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ... or files (.json, .jsonl).")],
+    policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
+        "full,naive,epic,cacheblend,prophet,sparsex,transitive"
+    ),
+    model: ModelOption = MODEL_DIR,
+    host: Annotated[str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")] = "native",
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
+        "results"
+    ),
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "1024",
+    segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = 8,
+    patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
+    items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
+    from kvgraft.evaluate import plots, results, runner  # matplotlib takes a second to load
+    from kvgraft.evaluate.hosts import open_host
+
+    settings = runner.Settings(
+        find_suites(suite),
+        tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
+        tuple(_parse_lengths(lengths)),
+        segments,
+        PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
+        items,
+        seed,
+    )
+    with (
+        progress_console.status(f"starting {host}"),
+        open_host(host, model, dtype=dtype, device=device, kv_gib=kv_gib) as opened,
+        progress_bar(progress_console, "evaluating") as on_progress,
+    ):
+        rows = runner.run(settings, opened, out, on_progress)
+    results.write_tables(rows, out, f"kvgraft {' '.join(sys.argv[1:])}")
+    pictures = plots.write_plots(rows, out)
+    if as_json:
+        _print_json({name: results.summarise(rows, name) for name in results.GROUPINGS})
+    else:
+        console.print(results.render(rows))
+        console.print(f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]")
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="The input file of `kvgraft compare`.")],
+    html: Annotated[Path, typer.Option(help="Where the page goes.")],
+    model: ModelOption = MODEL_DIR,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """One prompt as an HTML page: every token by how it got its KV, scores by layer, stage times, answers."""
+    from kvgraft.evaluate import inspect as inspection
+
+    case = comparison.load_case(file)
+    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    with progress_bar(progress_console, "inspecting") as on_progress:
+        found = inspection.inspect(engine, case, on_progress)
+    html.write_text(inspection.render_page(found), encoding="utf-8")
+    if as_json:
+        _print_json(found)
+    else:
+        console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]")
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def serve(context: typer.Context) -> None:
     """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] [any vLLM flag]`, see `kvgraft serve --help`."""
@@ -185,6 +259,17 @@ def _read_text(path: Path | None) -> str:
     if path is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     return path.read_text(encoding="utf-8")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _split(text, ",")]
+    except ValueError:
+        raise ValueError(f"lengths must be numbers of tokens, separated by commas, got {text!r}") from None
 
 
 def _print_json(value: Any) -> None:

@@ -268,6 +268,27 @@ def test_the_report_adds_up(engine: Engine):
     assert report.policy == "sparsex"
 
 
+def test_floating_point_operations_are_counted(engine: Engine, model_dirs: dict[str, Path]):
+    """Of every linear layer of transformers' model twice its weights a token, and both products of attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    layer = AutoModelForCausalLM.from_pretrained(model_dirs["llama"]).model.layers[0]
+    linear = [module.weight.numel() for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+    config, known = engine.config, tokens(64, 1)
+    by_key = 4 * config.num_heads * config.head_dim
+    full = engine.generate([Request(known, "full")])[0].report
+    assert full.flops == config.num_layers * (64 * 2 * sum(linear) + by_key * (64 * 65 // 2))
+    [naive, probe] = (
+        engine.generate([Request([5, *known, 9], policy, remember=False)])[0].report
+        for policy in ("naive", "transitive:hops=0,topk=0.0,probe=0")
+    )
+    seen = 1 + 66  # keys that the first and the last token attend to
+    assert naive.flops == config.num_layers * (2 * 2 * sum(linear) + by_key * seen)
+    projected = 2 * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    assert probe.flops == naive.flops + 2 * projected + by_key // 2 * 66
+
+
 def test_padding_aligns_segments_to_blocks(model_dirs: dict[str, Path], engine: Engine, tmp_path: Path):
     from models import make_model
 
@@ -302,7 +323,7 @@ def test_anchors_make_the_tokens_of_a_passage_independent_of_what_precedes_it(tm
     passage = "\nPassage: the bell is blue and old."
 
     def ids(engine: Engine, text: str) -> list[int]:
-        return engine._token_ids(Request(text, sampling=SamplingParams(1)))
+        return engine.token_ids(Request(text, sampling=SamplingParams(1)))
 
     plain, anchored = Engine(directory), Engine(directory, anchors=["\nPassage:"])
     alone = ids(anchored, passage)

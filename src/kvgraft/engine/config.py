@@ -93,6 +93,22 @@ class ModelConfig:
     dtype: torch.dtype
     identity: str
 
+    @property
+    def project_flops(self) -> int:
+        """Floating-point operations to get one token's queries, keys and values in one layer."""
+        return 2 * self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def layer_flops(self) -> int:
+        """Those of one token in one layer, but for its attention to other tokens."""
+        output = 2 * self.num_heads * self.head_dim * self.hidden_size
+        return self.project_flops + output + 6 * self.hidden_size * self.intermediate_size
+
+    @property
+    def attention_flops(self) -> int:
+        """Those of one query's attention to one key in one layer, both products."""
+        return 4 * self.num_heads * self.head_dim
+
 
 def load_config(model_dir: str | Path) -> ModelConfig:
     """Read config.json, generation_config.json and the safetensors headers of a Hugging Face model directory.

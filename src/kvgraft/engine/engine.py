@@ -130,7 +130,7 @@ class Engine:
         result = self.generate([reading])[0]
         if result.error:
             raise RequestError(result.error)
-        pages = self.memory.find_prefix(self._token_ids(request), self._scope(request.namespace))
+        pages = self.memory.find_prefix(self.token_ids(request), self._scope(request.namespace))
         return self.frozen.insert(name, request.namespace, pages)
 
     def clear_cache(self) -> None:
@@ -142,6 +142,28 @@ class Engine:
         """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
         tables = [sequence.pages for sequence in self.scheduler.running]
         self.memory.pool.check([*tables, *(entry.pages for entry in self.frozen.list())])
+
+    def token_ids(self, request: Request) -> list[int]:
+        """The tokens of a prompt, as this engine would read it.
+
+        Raises:
+            ValueError: it can never be served; the message says why.
+        """
+        prompt = request.prompt
+        if self.anchors and isinstance(prompt, str):
+            prompt = split_at_anchors(prompt, self.anchors)
+        prefix = opening_ids(self.tokenizer, prompt)
+        tokens = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding).token_ids.tolist()
+        if not isinstance(request.namespace, str):
+            raise ValueError(f"namespace must be a string, got {request.namespace!r}")
+        if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
+        if len(tokens) + request.sampling.max_tokens > self.max_length:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
+                f"the limit of {self.max_length}"
+            )
+        return tokens
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
         self.scheduler.waiting.extend(sequences)
@@ -159,29 +181,12 @@ class Engine:
         request = given if isinstance(given, Request) else Request(given)
         try:
             policy = self.policy if request.policy is None else _as_policy(request.policy)
-            tokens = self._token_ids(request)
+            tokens = self.token_ids(request)
         except (ValueError, TypeError) as error:
             raise RequestError(f"request {index}: {error}") from error
         sampling = request.sampling
         text = IncrementalText(self.tokenizer, sampling.stop)
         return Sequence(index, request, policy, tokens, self._scope(request.namespace), Sampler(sampling), text)
-
-    def _token_ids(self, request: Request) -> list[int]:
-        prompt = request.prompt
-        if self.anchors and isinstance(prompt, str):
-            prompt = split_at_anchors(prompt, self.anchors)
-        prefix = opening_ids(self.tokenizer, prompt)
-        tokens = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding).token_ids.tolist()
-        if not isinstance(request.namespace, str):
-            raise ValueError(f"namespace must be a string, got {request.namespace!r}")
-        if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
-            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
-        if len(tokens) + request.sampling.max_tokens > self.max_length:
-            raise ValueError(
-                f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
-                f"the limit of {self.max_length}"
-            )
-        return tokens
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -9,7 +9,7 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.kernels.dispatch import align_copy, varlen_attention
 from kvgraft.kernels.layout import VarlenLayout
 from kvgraft.kv.cache import KVCache
-from kvgraft.prefill.context import Hidden
+from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 
@@ -20,6 +20,7 @@ class Rows:
     def __init__(self, where: Tensor, positions: Sequence[Tensor], slots: Sequence[Tensor], decoder: Decoder) -> None:
         self.where = where
         self.counts = torch.tensor([p.numel() for p in positions])  # per prompt
+        self.seen = torch.tensor([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
         self.layout = VarlenLayout.of(positions, slots)
         self.cos, self.sin = decoder.config.rope.table(self.layout.query_positions)
 
@@ -30,6 +31,9 @@ class NativePrefill(PagedPrefill):
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
         slots: per prompt, int64 slots of its positions (at least its length).
+
+    Attributes:
+        flops: int64, per prompt the floating-point operations of all layers and scores.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class NativePrefill(PagedPrefill):
         self._cache = cache
         self._token_ids = token_ids
         self._rows: Rows | None = None
+        self.flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(self._decoder.embed(self._token_ids[where].to(self._decoder.device)), where)
@@ -60,11 +65,21 @@ class NativePrefill(PagedPrefill):
             keys, values = self._cache.keys[index], self._cache.values[index]
             attended = varlen_attention(query, keys, values, rows.layout, self._scale).flatten(1)  # [n, Hq * d]
             self.computed += rows.counts
+            config = self._decoder.config
+            self.flops += rows.counts * config.layer_flops + rows.seen * config.attention_flops
             return hidden.with_states(self._decoder.finish(index, hidden.states, attended))
 
     def project(self, index: int, hidden: Hidden) -> None:
         with self._timed("select"):
-            self._project(index, hidden)
+            rows, _ = self._project(index, hidden)
+            self.flops += rows.counts * self._decoder.config.project_flops
+
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """As in the protocol; its logits are counted, too."""
+        grafted = torch.tensor([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
+        seen = torch.tensor([int((positions + 1).sum()) for positions in self._rows_of(queries)])
+        self.flops += grafted * seen * (self._decoder.config.attention_flops // 2)
+        return super().scores(index, queries, reduction)
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._cache.keys[index][slots]

@@ -42,10 +42,12 @@ class Report(PrefillReport):
 
     Attributes:
         ttft_s: seconds from submission to the first token.
+        flops: floating-point operations of the prompt's prefill, without embedding and output layer.
         fallback: why grafts that were found were not used, or None.
     """
 
     ttft_s: float = 0.0
+    flops: int = 0
     fallback: str | None = None
 
 

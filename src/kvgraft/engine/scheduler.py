@@ -115,6 +115,7 @@ class Scheduler:
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
+            report.flops += int(ctx.flops[i])
             for stage, seconds in ctx.stages.items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
         return logits

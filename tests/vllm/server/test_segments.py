@@ -64,7 +64,7 @@ def test_messages_are_tokenised_as_the_beginning_of_a_chat(server: RunningServer
     messages: list[Any] = [{"role": "system", "content": content}]
     segment = freeze(admin, ALICE, "chat", messages=messages)
     assert segment["num_blocks"] == 9
-    chat = [*messages, {"role": "user", "content": "question : code of lamp is"}]
+    chat = [*messages, {"role": "user", "content": "question : code of lamp ? answer :"}]
     answer = server.openai(ALICE).chat.completions.create(model="bundled", messages=chat, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None

@@ -14,7 +14,7 @@ from kvgraft.vllm.server.tenancy import Tenant
 
 pytestmark = pytest.mark.vllm
 BLOCK = 32  # tokens
-QUESTION = "question : code of lamp is"
+QUESTION = "question : code of lamp ? answer :"
 FIELDS = {"prefix_tokens", "grafted_tokens", "recomputed_tokens", "fresh_tokens"}
 
 
@@ -219,7 +219,7 @@ def test_the_official_client_gets_its_own_kind_of_error(server: RunningServer):
     with pytest.raises(BadRequestError, match="no field 'bondary'") as refused:
         complete(server, ALICE, "the code", kv_transfer_params={"kvgraft": {"bondary": 1}})
     assert refused.value.status_code == 400
-    with pytest.raises(BadRequestError, match="4096"):
+    with pytest.raises(BadRequestError, match="4608"):
         complete(server, ALICE, "the " * 5000)
 
 

@@ -60,12 +60,13 @@ class Page:
         return answer["result"].get("value")
 
     def wait_until(self, condition: str) -> None:
-        """Wait until a JavaScript condition holds, looking again whenever the page changes."""
+        """Wait until a JavaScript condition holds, looking again whenever the page changes or becomes ready."""
         timeout = int(1000 * TIMEOUT_S)
         self.evaluate(f"""new Promise((resolve, reject) => {{
             const look = () => {{ if ({condition}) {{ watcher.disconnect(); resolve(true); }} }};
             const watcher = new MutationObserver(look);
             watcher.observe(document, {{ subtree: true, childList: true, characterData: true, attributes: true }});
+            document.addEventListener("readystatechange", look);
             setTimeout(() => reject(new Error("never true: " + {json.dumps(condition)})), {timeout});
             look();
         }})""")

@@ -1,0 +1,159 @@
+"""The experiments behind docs/results/quality.md: answers of every method on the testbed's task suites.
+
+    python benchmarks/quality.py                    all of them (hours)
+    python benchmarks/quality.py main lengths       some
+
+Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. The texts have seeds that
+nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --out elsewhere`).
+"""
+
+import argparse
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kvgraft.evaluate import plots, results, runner
+from kvgraft.evaluate.hosts import Host, open_host
+from kvgraft.evaluate.layers import find_needle
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.runner import Settings
+from kvgraft.evaluate.tasks import PATTERNS, find_suites
+from kvgraft.testbed import MODEL_DIR
+
+HELD_BACK_SEED = 1000
+NUM_LAYERS = 8
+SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
+METHODS = ("full", "naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
+CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
+WORK = (0.05, 0.10, 0.20, 0.35)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One directory of results."""
+
+    policies: tuple[str, ...]
+    suites: str = "all"
+    lengths: tuple[int, ...] = (1024,)
+    items: int = 12
+    patterns: tuple[str, ...] = PATTERNS
+    host: str = "native"
+    segments: int = 8
+
+
+def _sparsex(work: float, **options: str) -> str:
+    """SparseX's rule at this share of the grafted work: one dense layer where that is affordable, else none."""
+    boundary = 1 if work > 1.2 / NUM_LAYERS else 0
+    dense = boundary / NUM_LAYERS
+    topk = (work - dense) / (1 - dense)
+    more = "".join(f",{name}={value}" for name, value in options.items())
+    return f"sparsex:boundary={boundary},topk={topk:.4f},overflow_blocks=0{more}"
+
+
+def _rules(work: float) -> tuple[str, ...]:
+    """Ways to choose tokens, at equal work."""
+    after_check = max(0.0, (work - 1 / NUM_LAYERS) / (1 - 1 / NUM_LAYERS))
+    dense = (f"cacheblend:share={after_check:.4f}",) if after_check else ()
+    return (
+        _sparsex(work),
+        _sparsex(work, rows="question"),
+        _sparsex(work, reduction="max"),
+        _sparsex(work, unit="block"),
+        *dense,
+        f"epic:tokens={round(work * SEGMENT)}",
+        f"prophet:share={work:.2f}",
+        f"transitive:hops=0,topk={work:.2f}",
+        f"transitive:topk={work:.2f}",
+    )
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "main": Experiment(METHODS),
+    "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
+    "boundary": Experiment(
+        ("full", *(f"sparsex:boundary={b},topk={k}" for b in (0, 1, 2, 3, 4) for k in (0.05, 0.1, 0.2))), items=4
+    ),
+    "rules": Experiment(("full", *(rule for work in WORK for rule in _rules(work))), items=3),
+    "transitive": Experiment(
+        (
+            "full",
+            *(f"transitive:probe={p},hops={h},topk=0.05" for p in (0, 1, 2, 3) for h in (0, 1, 2, 3)),
+            *(f"transitive:first={first},topk=0.05" for first in (0.2, 0.6, 0.8)),
+            *(f"transitive:topk={k}" for k in (0.01, 0.02, 0.1, 0.2)),
+            *(f"transitive:topk=0.05,{choice}" for choice in CHOICES),
+        ),
+        items=3,
+    ),
+    "vllm": Experiment(METHODS, items=3, host="vllm"),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run the chosen experiments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"{', '.join(EXPERIMENTS)}, layers")
+    parser.add_argument("--seed", type=int, default=HELD_BACK_SEED)
+    parser.add_argument("--items", type=int, help="texts a task, instead of the experiment's own number")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/quality"))
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        if name not in (*EXPERIMENTS, "layers"):
+            parser.error(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}, layers")
+    for name in arguments.names or (*EXPERIMENTS, "layers"):
+        if name == "layers":
+            _layers(arguments.model, arguments.out)
+        else:
+            _run(name, EXPERIMENTS[name], arguments)
+
+
+def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> None:
+    console, out = Console(), arguments.out / name
+    settings = Settings(
+        find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments,
+        experiment.patterns, arguments.items or experiment.items, arguments.seed,
+    )  # fmt: skip
+    with (
+        _open(experiment.host, arguments.model) as host,
+        progress_bar(Console(stderr=True), name) as on_progress,
+    ):
+        rows = runner.run(settings, host, out, on_progress)
+    command = f"python benchmarks/quality.py {name}"
+    command += f" --items {arguments.items}" if arguments.items else ""
+    results.write_tables(
+        rows, out, command if arguments.seed == HELD_BACK_SEED else f"{command} --seed {arguments.seed}"
+    )
+    plots.write_plots(rows, out)
+    console.rule(name)
+    console.print(results.render(rows))
+
+
+def _open(host: str, model: Path) -> AbstractContextManager[Host]:
+    return open_host(host, model, dtype="float32", device="cpu", kv_gib=2.0)
+
+
+def _layers(model: Path, out: Path) -> None:
+    """Figures 5 and 6: in which layer each signal first finds the needle, over many texts, and one of them drawn."""
+    out.mkdir(parents=True, exist_ok=True)
+    first: dict[tuple[str, str], list[int]] = {}
+    with _open("native", model) as host:
+        for seed in range(HELD_BACK_SEED, HELD_BACK_SEED + 20):
+            for finding in find_needle(host.engine, seed=seed):  # type: ignore[attr-defined]
+                layers = finding.found.nonzero()[0]
+                first.setdefault((finding.signal, finding.layout), []).append(
+                    int(layers[0]) if len(layers) else NUM_LAYERS
+                )
+        drawn = find_needle(host.engine, seed=HELD_BACK_SEED)  # type: ignore[attr-defined]
+    for figure, signal in (("figure5_kv_deviation", "KV deviation"), ("figure6_attention", "last-query attention")):
+        panels = [(f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal]
+        plots.write_layers(panels, out / f"{figure}.png")
+    for (signal, layout), found in first.items():
+        median = sorted(found)[len(found) // 2]
+        print(f"{signal}, {layout}: first layer with the needle, median {median}, all {sorted(found)}")
+
+
+if __name__ == "__main__":
+    main()

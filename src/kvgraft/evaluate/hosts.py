@@ -1,0 +1,190 @@
+"""Where an evaluation asks its questions: the native engine, our vLLM server, or a server that is already running."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Request, Result
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.metrics import first_token
+from kvgraft.evaluate.tasks import Item
+from kvgraft.segments.prompt import Part, Segment
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one policy made of one prompt.
+
+    Attributes:
+        ttft_s: seconds to the first token.
+        prompt, prefix, grafted, recomputed, fresh: tokens, see `PrefillReport`.
+        computed: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
+        fallback: why grafts were not used, or None.
+        flops: floating-point operations of prefill; 0 over HTTP, where nobody counts them.
+        kv_bytes: of the prompt's keys and values; 0 over HTTP.
+        distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
+    """
+
+    text: str
+    ttft_s: float
+    prompt: int
+    prefix: int
+    grafted: int
+    recomputed: int
+    fresh: int
+    computed: float
+    fallback: str | None = None
+    flops: int = 0
+    kv_bytes: int = 0
+    distances: dict[str, float] = field(default_factory=dict)
+
+
+class Host(Protocol):
+    """Answers the prompts of one item under several policies, of which none may profit from another's work."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a reader has to know of model and machine to repeat this."""
+
+    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        """(number of the prompt, policy, answer) in any order; phase 1 is read before.
+
+        Raises:
+            ValueError: a prompt or a policy that this host cannot serve; the message says why.
+        """
+
+
+class NativeHost:
+    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        config = engine.config
+        self._bytes_per_token = (
+            2 * config.num_layers * config.num_kv_heads * config.head_dim * engine.decoder.dtype.itemsize
+        )
+
+    def describe(self) -> dict[str, Any]:
+        config, decoder = self.engine.config, self.engine.decoder
+        return {
+            "host": "native", "architecture": config.architecture, "layers": config.num_layers,
+            "dtype": str(decoder.dtype).removeprefix("torch."), "device": str(decoder.device),
+        }  # fmt: skip
+
+    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        self.engine.clear_cache()
+        for segments in item.phase_1:
+            self._send(segments, "full", SamplingParams(max_tokens=1, ignore_eos=True), remember=True)
+        for number, ask in enumerate(item.phase_2):
+            first = number % len(policies)
+            turns = (*policies[first:], *policies[:first])
+            sampling = SamplingParams(max_tokens=ask.max_tokens)
+            results = {policy: self._send(ask.segments, policy, sampling, remember=False) for policy in turns}
+            truth = results["full"].first_logits
+            for policy, result in results.items():
+                logits, report = result.first_logits, result.report
+                distances = {} if truth is None or logits is None else first_token(logits, truth)
+                yield number, policy, Answer(
+                    result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
+                    report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
+                    report.prompt_tokens * self._bytes_per_token, distances,
+                )  # fmt: skip
+
+    def _send(self, segments: Sequence[str], policy: str, sampling: SamplingParams, *, remember: bool) -> Result:
+        request = Request(_parts(segments), policy, sampling, remember=remember, return_logits=not remember)
+        [result] = self.engine.generate([request])
+        if result.error:
+            raise ValueError(f"the engine cannot answer a prompt: {result.error}")
+        return result
+
+
+class HttpHost:
+    """An OpenAI-compatible server with KVGraft, greedy and streaming.
+
+    Every policy reads phase 1 in a namespace of its own; `full` answers each prompt in a new one and reads nothing
+    before, so that no exact hit makes it faster. The others may hit their own last prompt's beginning up to the first
+    graft, which is exact.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.client = httpx.Client(timeout=TIMEOUT_S)
+        try:
+            [model, *_] = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"]
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise ValueError(f"no OpenAI-compatible server answers at {self.url}: {error}") from error
+        self.model = model["id"]
+
+    def describe(self) -> dict[str, Any]:
+        return {"host": "http", "model": self.model}
+
+    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        for policy in policies:
+            options = {"policy": policy, "namespace": uuid.uuid4().hex}
+            for segments in item.phase_1 if policy != "full" else ():
+                self._send(segments, {"reuse": "off", "namespace": options["namespace"]}, 1)
+            for number, ask in enumerate(item.phase_2):
+                if policy == "full":
+                    options = {"reuse": "off", "namespace": uuid.uuid4().hex}
+                yield number, policy, self._send(ask.segments, options, ask.max_tokens)
+
+    def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> Answer:
+        body = {
+            "model": self.model, "prompt": _text(segments), "max_tokens": max_tokens, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}, "kv_transfer_params": {"kvgraft": options},
+        }  # fmt: skip
+        start, first, text, report = time.perf_counter(), 0.0, "", None
+        with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise ValueError(f"{self.url} refused a prompt: {response.read().decode(errors='replace')[:500]}")
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                first = first or time.perf_counter() - start
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or report
+        if report is None:
+            raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
+        return Answer(
+            text, first, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
+            report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"], report["reason"],
+        )  # fmt: skip
+
+
+@contextmanager
+def open_host(where: str, model: Path, *, dtype: str | None, device: str, kv_gib: float) -> Iterator[Host]:
+    """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
+
+    Raises:
+        ValueError: none of these, or no server answers.
+    """
+    if where == "native":
+        yield NativeHost(Engine(model, dtype=dtype, device=device, kv_gib=kv_gib))
+    elif where == "vllm":
+        from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
+
+        flags = ("--dtype", dtype) if dtype else ()
+        with serving(str(model), *flags) as server:
+            yield HttpHost(server.url)
+    elif where.startswith(("http://", "https://")):
+        yield HttpHost(where)
+    else:
+        raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")
+
+
+def _parts(segments: Sequence[str]) -> list[Part]:
+    return [*(Segment(f"{segment}\n") for segment in segments[:-1]), segments[-1]]
+
+
+def _text(segments: Sequence[str]) -> str:
+    return "".join(f"{segment}\n" for segment in segments[:-1]) + segments[-1]

@@ -1,0 +1,104 @@
+"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX, Figures 5 and 6)."""
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Request
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.metrics import kv_deviation
+from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies import Full, Naive
+from kvgraft.segments.prompt import Part, Segment
+from kvgraft.testbed import tasks
+from kvgraft.testbed.tasks import Facts
+
+TOP_SHARE = 0.03  # of the tokens, that a layer holds for the most important
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One layout. `chosen` bool [L, T]: the top tokens of each layer; `found` [L]: whether the needle is among them."""
+
+    signal: str
+    layout: str
+    chosen: np.ndarray
+    needle: range
+
+    @property
+    def found(self) -> np.ndarray:
+        """bool [L]."""
+        return np.asarray(self.chosen[:, self.needle.start : self.needle.stop].any(1))
+
+
+def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list[Finding]:
+    """A needle whose meaning an instruction gives (`the paint of lamp is grey`, `note grey means 51`), in a text that
+    was read without that instruction; the cue (the instruction) stands before the text, or behind it."""
+    rng = Random(seed)  # noqa: S311
+    colours = ["grey", "violet", "teal"]
+    [text] = tasks.make_documents(
+        rng, Facts(glossary=1, needle=3), orders=[(0,)], num_tokens=num_tokens, colours=colours
+    )
+    notes = tasks.make_glossary(rng, colours, len(colours))
+    [question] = [q for q in tasks.read((notes, text)) if q.task == "glossary"]
+    words = text.split()
+    fact = ["paint", "of", tasks.key_of(question), "is"]
+    start = next(i for i in range(len(words)) if words[i : i + 4] == fact)
+    layouts = {"cue before the needle": (notes, text), "cue after the needle": ("", text, notes)}
+    findings = []
+    for layout, parts in layouts.items():
+        before = len(parts[0].split())
+        needle = range(before + start - 1, before + start + 5)
+        naive, full = _records(engine, parts, text, question.text)
+        deviation = _deviation(naive, full)
+        attention = torch.stack([full.scores[index] for index in sorted(full.scores)])
+        for signal, scores in (("KV deviation", deviation), ("last-query attention", attention)):
+            findings.append(Finding(signal, layout, _top(scores, full), needle))
+    return findings
+
+
+def _records(engine: Engine, parts: tuple[str, ...], known: str, question: str) -> tuple[Record, Record]:
+    engine.clear_cache()
+    sampling = SamplingParams(max_tokens=1)
+    read: list[Part] = ["the old door closed . ", Segment(f"{known}\n")]
+    engine.generate([Request(read, "full", sampling)])
+    prompt: list[Part] = [Segment(f"{part}\n") if part == known else f"{part}\n" for part in parts if part]
+    prompt.append(question)
+    records = []
+    policies: tuple[Policy, ...] = (Naive(), _Dense())
+    for policy in policies:
+        recorded = Recorded(policy, keep_cache=True, score_layers=isinstance(policy, _Dense))
+        [result] = engine.generate([Request(prompt, recorded, sampling, remember=False)])
+        if result.error:
+            raise ValueError(result.error)
+        records.append(recorded.record)
+    return records[0], records[1]
+
+
+class _Dense(Full):
+    """Everything anew, though the plan knows what could be grafted."""
+
+    uses_grafts = True
+
+
+def _deviation(naive: Record, full: Record) -> Tensor:
+    """float32 [L, T]: keys and values together."""
+    if naive.keys is None or naive.values is None or full.keys is None or full.values is None:
+        raise ValueError("both records need their cache")
+    pairs = ((naive.keys, full.keys), (naive.values, full.values))
+    return sum(
+        (torch.stack([kv_deviation(ours, truth) for ours, truth in zip(*pair, strict=True)]) for pair in pairs),
+        torch.zeros(()),
+    )
+
+
+def _top(scores: Tensor, record: Record) -> np.ndarray:
+    """bool [L, T]: the best share of the grafted tokens in each layer."""
+    if record.plan is None:
+        raise ValueError("nothing was recorded")
+    return torch.stack([record.plan.top_share(row, TOP_SHARE, among=record.plan.grafted) for row in scores]).numpy()

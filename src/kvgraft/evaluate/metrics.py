@@ -1,0 +1,88 @@
+"""How good an answer is, and how near to full recomputation: text scores, distances of logits and KV, intervals."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RESAMPLES = 2000  # of a bootstrap interval
+
+
+def normalise(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous white space (SQuAD; LongBench; RULER)."""
+    text = "".join(" " if character in string.punctuation else character for character in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact_match(answer: str, expected: Sequence[str]) -> float:
+    """1 if the answer is one of the expected, else 0."""
+    return float(normalise(answer) in map(normalise, expected))
+
+
+def contains_all(answer: str, expected: Sequence[str]) -> float:
+    """Share of the expected texts that occur in the answer as whole words (RULER's string_match_all)."""
+    return sum(_occurs(text, answer) for text in expected) / len(expected)
+
+
+def contains_any(answer: str, expected: Sequence[str]) -> float:
+    """1 if one of the expected texts occurs in the answer as whole words (RULER's string_match_part)."""
+    return float(any(_occurs(text, answer) for text in expected))
+
+
+def f1(answer: str, expected: Sequence[str]) -> float:
+    """Greatest token F1 with one of the expected texts (SQuAD, HotpotQA, LongBench, LoCoMo)."""
+    return max(_f1(normalise(answer).split(), normalise(text).split()) for text in expected)
+
+
+SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
+    "contains_all": contains_all, "contains_any": contains_any, "f1": f1, "exact_match": exact_match,
+}  # fmt: skip
+
+
+def first_token(ours: Tensor, truth: Tensor) -> dict[str, float]:
+    """Distances of two logit vectors [V]: KL(truth || ours) in nats, agreement of the best and of the ten best tokens
+    (shares), cosine."""
+    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
+    ten = min(10, truth.numel())
+    common = set(truth.topk(ten).indices.tolist()) & set(ours.topk(ten).indices.tolist())
+    return {
+        "kl": float((p.exp() * (p - q)).sum().clamp(min=0)),
+        "top1": float(int(truth.argmax()) == int(ours.argmax())),
+        "top10": len(common) / ten,
+        "cosine": float(torch.nn.functional.cosine_similarity(truth.double(), ours.double(), dim=0)),
+    }
+
+
+def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
+    """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice -> float32 [n]."""
+    distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
+    return distance / truth.float().flatten(1).norm(dim=1).clamp(min=1e-12)
+
+
+def interval(values: Sequence[float], clusters: Sequence[object], seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean; values of one cluster (questions about one text) are drawn together."""
+    sums: dict[object, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        total = sums.setdefault(cluster, [0.0, 0.0])
+        total[0] += value
+        total[1] += 1
+    totals = np.array(list(sums.values()))  # [clusters, 2]
+    drawn = np.random.default_rng(seed).integers(len(totals), size=(RESAMPLES, len(totals)))
+    resampled = totals[drawn].sum(1)  # [RESAMPLES, 2]
+    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _occurs(text: str, answer: str) -> bool:
+    return f" {normalise(text)} " in f" {normalise(answer)} "
+
+
+def _f1(answer: list[str], expected: list[str]) -> float:
+    if not answer or not expected:
+        return float(answer == expected)
+    shared = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * shared / (len(answer) + len(expected))

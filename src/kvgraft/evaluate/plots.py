@@ -1,0 +1,112 @@
+"""Pictures of an evaluation and of what layers find (needs matplotlib)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvgraft.evaluate.results import Summary, summarise
+from kvgraft.evaluate.runner import Row
+
+mpl.use("Agg")
+STYLE = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
+}  # fmt: skip
+COLOURS = plt.get_cmap("tab10").colors
+
+
+def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
+    """Quality against time and against work, and by task, length and pattern where there is more than one."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
+    overall = summarise(rows, "all")
+    with mpl.rc_context(STYLE):
+        figures = {
+            "ttft": _scatter(overall, colours, "speedup", "time to first token: full / policy"),
+            "work": _scatter(overall, colours, "work", "grafted token x layer work done again"),
+        }
+        for name in ("task", "length", "pattern"):
+            summaries = summarise(rows, name)
+            if len({summary.group for summary in summaries}) > 1:
+                figures[name] = _bars(summaries, colours, name)
+        return [_save(figure, directory / f"quality_{name}.png") for name, figure in figures.items()]
+
+
+def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str) -> Figure:
+    figure, axes = plt.subplots(figsize=(6.4, 4.2))
+    shown = sorted((s for s in summaries if s.policy != "full"), key=lambda summary: getattr(summary, across))
+    for full in (summary for summary in summaries if summary.policy == "full"):
+        axes.axhline(full.score, color="grey", linewidth=1, linestyle="--")
+        axes.annotate(
+            "full", (1.0, full.score), xycoords=("axes fraction", "data"), xytext=(4, -3), textcoords="offset points"
+        )
+    for number, summary in enumerate(shown):
+        x, score = getattr(summary, across), summary.score
+        error = [[score - summary.low], [summary.high - score]]
+        axes.errorbar(x, score, error, fmt="o", color=colours[summary.policy], capsize=3)
+        lift = -17 if number % 2 else 9  # labels of neighbours stand above and below their points
+        axes.annotate(summary.policy, (x, score), xytext=(4, lift), textcoords="offset points", fontsize=9)
+    axes.set_xlabel(label)
+    axes.set_ylabel("score (95 % interval)")
+    axes.set_ylim(max(0.0, min(s.low for s in summaries) - 0.15), 1.03)
+    axes.margins(x=0.12)
+    if across == "work":
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+    return figure
+
+
+def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], name: str) -> Figure:
+    groups = list(dict.fromkeys(summary.group for summary in summaries))
+    figure, axes = plt.subplots(figsize=(max(6.4, 0.9 * len(groups) + 2), 4.2))
+    width = 0.84 / len(colours)
+    for number, (policy, colour) in enumerate(colours.items()):
+        mine = {summary.group: summary for summary in summaries if summary.policy == policy}
+        found = [(place, mine[group]) for place, group in enumerate(groups) if group in mine]
+        x = [place - 0.42 + width * (number + 0.5) for place, _ in found]
+        errors = [[s.score - s.low for _, s in found], [s.high - s.score for _, s in found]]
+        scores, thin = [s.score for _, s in found], {"elinewidth": 0.7}
+        axes.bar(x, scores, width, yerr=errors, color=colour, label=policy, error_kw=thin)
+    axes.set_xticks(range(len(groups)), [group.replace("/", "\n") for group in groups], fontsize=9)
+    axes.set_xlabel(name)
+    axes.set_ylabel("score (95 % interval)")
+    axes.set_ylim(0, 1.05)
+    axes.grid(axis="x", visible=False)
+    axes.legend(ncols=min(4, len(colours)), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    return figure
+
+
+def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) -> None:
+    """Which tokens each layer holds for the most important (SparseX Figures 5 and 6).
+
+    Args:
+        panels: title, bool [L, T] (token is among the layer's top), and the tokens of the needle.
+    """
+    with mpl.rc_context(STYLE | {"axes.grid": False}):
+        figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.4), sharey=True, squeeze=False)
+        for axes, (title, chosen, needle) in zip(grid[0], panels, strict=True):
+            _layer_panel(axes, title, chosen, needle)
+        grid[0][0].set_ylabel("layer")
+        _save(figure, path)
+
+
+def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> None:
+    layers, places = chosen.nonzero()
+    inside = (places >= needle.start) & (places < needle.stop)
+    axes.axvspan(needle.start, needle.stop, color="gold", alpha=0.45, linewidth=0, label="needle")
+    axes.scatter(places[~inside], layers[~inside], s=5, color="tab:blue", label="top tokens")
+    axes.scatter(places[inside], layers[inside], s=14, color="tab:red", label="top tokens in the needle")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("position in the prompt")
+    axes.set_yticks(range(chosen.shape[0]))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path)
+    plt.close(figure)
+    return path

@@ -1,0 +1,100 @@
+"""A policy that runs another one and notes what it does: which tokens each layer computed, how they were scored."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext, Reduction
+from kvgraft.prefill.plan import Plan
+
+
+@dataclass
+class Record:
+    """What happened to one prompt.
+
+    Attributes:
+        plan: of the prompt.
+        computed: bool [L, T], the tokens that each layer computed.
+        scores: by layer, float32 [T], the last scores asked for there.
+        keys, values: float32 [L, T, Hkv, d], the cache after recovery, if asked for.
+    """
+
+    plan: Plan | None = None
+    computed: Tensor = field(default_factory=lambda: torch.zeros(0))
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded(Policy):
+    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of a dense pass."""
+
+    name: ClassVar[str] = "recorded"
+
+    policy: Policy
+    record: Record = field(default_factory=Record)
+    keep_cache: bool = False
+    score_layers: bool = False
+
+    def __str__(self) -> str:
+        return str(self.policy)
+
+    @property
+    def uses_grafts(self) -> bool:  # type: ignore[override]
+        """As the policy does."""
+        return self.policy.uses_grafts
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """As the policy does."""
+        record = self.record
+        record.plan = ctx.plan
+        record.computed = torch.zeros(ctx.num_layers, ctx.plan.num_tokens, dtype=torch.bool)
+        hidden = self.policy.recover(_Recording(ctx, record, self.score_layers))
+        if self.keep_cache:
+            everything = torch.ones(ctx.plan.num_tokens, dtype=torch.bool)
+            layers = range(ctx.num_layers)
+            record.keys = torch.stack([ctx.keys(index, everything).float().cpu() for index in layers])
+            record.values = torch.stack([ctx.values(index, everything).float().cpu() for index in layers])
+        return hidden
+
+
+class _Recording(PrefillContext):
+    """Another context, watched."""
+
+    def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
+        self.plan, self.block_size = inner.plan, inner.block_size
+        self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
+        self._inner, self._record, self._score_layers = inner, record, score_layers
+
+    def embed(self, where: Tensor) -> Hidden:
+        return self._inner.embed(where)
+
+    def graft(self, layers: range) -> None:
+        self._inner.graft(layers)
+
+    def layer(self, index: int, hidden: Hidden) -> Hidden:
+        self._record.computed[index] |= hidden.where
+        after = self._inner.layer(index, hidden)
+        if self._score_layers:
+            self._record.scores[index] = self._inner.scores(index, self.plan.question & hidden.where)
+        return after
+
+    def project(self, index: int, hidden: Hidden) -> None:
+        self._inner.project(index, hidden)
+
+    def query(self) -> Tensor:
+        return self._inner.query()
+
+    def keys(self, index: int, where: Tensor) -> Tensor:
+        return self._inner.keys(index, where)
+
+    def values(self, index: int, where: Tensor) -> Tensor:
+        return self._inner.values(index, where)
+
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
+        scores = self._inner.scores(index, queries, reduction)
+        self._record.scores[index] = scores
+        return scores

@@ -1,0 +1,185 @@
+"""What the rows of an evaluation say: tables for the terminal, Markdown and CSV."""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.evaluate.metrics import interval
+from kvgraft.evaluate.runner import Row
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Some rows of one policy. Shares are of 1.
+
+    Attributes:
+        group: what the rows have in common.
+        score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval (drawn by item).
+        of_full: score divided by that of `full` on the same prompts.
+        exact_match, f1: means of these.
+        reused: grafted tokens of the prompt tokens.
+        recomputed: of the grafted tokens, computed again in the last layer.
+        work: grafted (token, layer) pairs computed, probes included, of all grafted ones: what is computed beyond the
+            fresh tokens.
+        flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN where nobody counts.
+        kv_mib: of keys and values, mean per prompt.
+        ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by this one's.
+        kl, top1, top10, cosine: of the first token against `full`; NaN where the host tells no logits.
+        fallbacks: prompts whose grafts were not used.
+    """
+
+    group: str
+    policy: str
+    prompts: int
+    score: float
+    low: float
+    high: float
+    of_full: float
+    exact_match: float
+    f1: float
+    reused: float
+    recomputed: float
+    work: float
+    flops: float
+    kv_mib: float
+    ttft_ms: float
+    speedup: float
+    kl: float
+    top1: float
+    top10: float
+    cosine: float
+    fallbacks: int
+
+
+GROUPINGS: dict[str, Callable[[Row], str]] = {
+    "all": lambda row: "all",
+    "suite": lambda row: row.suite,
+    "task": lambda row: f"{row.suite}/{row.task}",
+    "length": lambda row: str(row.length),
+    "pattern": lambda row: row.pattern,
+    "across segments": lambda row: "facts in several segments" if row.crosses else "facts in one segment",
+}
+
+
+def summarise(rows: Sequence[Row], grouping: str) -> list[Summary]:
+    """One summary for each group and policy, in the order in which they appear."""
+    group_of = GROUPINGS[grouping]
+    full = {(row.cluster, row.number): row for row in rows if row.policy == "full"}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((group_of(row), row.policy), []).append(row)
+    order = list(dict.fromkeys(group for group, _ in groups))
+    ranked = sorted(groups, key=lambda key: (order.index(key[0]), list(groups).index(key)))
+    return [_summary(group, policy, groups[group, policy], full) for group, policy in ranked]
+
+
+def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str, int], Row]) -> Summary:
+    scores = [row.score for row in rows]
+    low, high = interval(scores, [row.cluster for row in rows])
+    truth = [full[row.cluster, row.number] for row in rows]
+    answers = [row.answer for row in rows]
+    grafted = sum(answer.grafted for answer in answers)
+    extra = sum(max(0.0, answer.computed * answer.prompt - answer.fresh) for answer in answers if answer.grafted)
+
+    def distance(name: str) -> float:
+        return mean(answer.distances.get(name, float("nan")) for answer in answers)
+
+    return Summary(
+        group=group,
+        policy=policy,
+        prompts=len(rows),
+        score=mean(scores),
+        low=low,
+        high=high,
+        of_full=mean(scores) / max(1e-9, mean(row.score for row in truth)),
+        exact_match=mean(row.exact_match for row in rows),
+        f1=mean(row.f1 for row in rows),
+        reused=grafted / sum(answer.prompt for answer in answers),
+        recomputed=sum(answer.recomputed for answer in answers) / max(1, grafted),
+        work=extra / max(1, grafted),
+        flops=sum(answer.flops for answer in answers) / (sum(row.answer.flops for row in truth) or float("nan")),
+        kv_mib=mean(answer.kv_bytes for answer in answers) / 2**20,
+        ttft_ms=1000 * median(answer.ttft_s for answer in answers),
+        speedup=median(f.answer.ttft_s / row.answer.ttft_s for f, row in zip(truth, rows, strict=True)),
+        kl=distance("kl"),
+        top1=distance("top1"),
+        top10=distance("top10"),
+        cosine=distance("cosine"),
+        fallbacks=sum(answer.fallback is not None for answer in answers) if policy != "full" else 0,
+    )
+
+
+def scores_table(summaries: Iterable[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a line for each policy, a column for each group, `score ± half the interval`."""
+    cells = {(s.policy, s.group): f"{s.score:.3f} ± {(s.high - s.low) / 2:.3f}" for s in summaries}
+    policies, groups = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    return ["policy", *groups], [[policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies]
+
+
+def overview_table(summaries: Iterable[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a line for each policy, with all that one wants to know at a glance."""
+    header = ["policy", "score", "95 %", "of full", "redone", "work", "FLOPs", "TTFT ms", "faster", "KL", "top-1"]
+    lines = [
+        [s.policy, f"{s.score:.3f}", f"{s.low:.3f}-{s.high:.3f}", f"{s.of_full:.3f}", f"{s.recomputed:.1%}",
+         f"{s.work:.1%}", f"{s.flops:.1%}", f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}", f"{s.kl:.3f}", f"{s.top1:.3f}"]
+        for s in summaries
+    ]  # fmt: skip
+    return header, lines
+
+
+LEGEND = (
+    "score: mean by the tasks' own metrics; redone: grafted tokens computed again in the last layer; work: (token, "
+    "layer) pairs computed beyond the fresh tokens, as a share of the grafted ones, probes included; FLOPs: of the "
+    "whole prefill, of full's; faster: median ratio of time to first token; KL, top-1: first token against full"
+)
+
+
+def render(rows: Sequence[Row]) -> RenderableType:
+    """An overview and the scores by task, for a rich console."""
+    tables = [_rich("all tasks", *overview_table(summarise(rows, "all")))]
+    tables += [
+        _rich(f"score by {name}", *_turned(*scores_table(summarise(rows, name)))) for name in ("task", "pattern")
+    ]
+    return Group(*tables, Text(LEGEND, style="dim"))
+
+
+def write_tables(rows: Sequence[Row], directory: Path, command: str) -> None:
+    """`tables.md` with every grouping, and a CSV file for each."""
+    parts = [f"# Evaluation\n\n`{command}`\n\n{LEGEND}.\n"]
+    for name in GROUPINGS:
+        summaries = summarise(rows, name)
+        parts.append(f"## By {name}\n" if name != "all" else "## All tasks\n")
+        parts.append(_markdown(*(overview_table(summaries) if name == "all" else _turned(*scores_table(summaries)))))
+        text = StringIO()
+        writer = csv.DictWriter(text, [field.name for field in fields(Summary)])
+        writer.writeheader()
+        writer.writerows(asdict(summary) for summary in summaries)
+        (directory / f"by_{name.replace(' ', '_')}.csv").write_text(text.getvalue())
+    (directory / "tables.md").write_text("\n".join(parts))
+
+
+def _turned(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Groups as lines and policies as columns."""
+    turned = [list(column) for column in zip(header, *lines, strict=True)]
+    return ["", *turned[0][1:]], turned[1:]
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _rich(title: str, header: list[str], lines: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table

@@ -1,0 +1,154 @@
+"""Evaluations: every item of some suites under every policy, one line of JSON for each answer, resumable."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvgraft import __version__
+from kvgraft.evaluate.hosts import Answer, Host
+from kvgraft.evaluate.metrics import SCORES
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite
+from kvgraft.prefill.policies import parse_policy
+
+CONFIG, ROWS = "config.json", "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is evaluated; with the host it determines everything but times.
+
+    Raises:
+        ValueError: policies that do not begin with `full`, are unknown or appear twice, or no lengths.
+    """
+
+    suites: tuple[TaskSuite, ...]
+    policies: tuple[str, ...]
+    lengths: tuple[int, ...] = (1024,)
+    num_segments: int = 8
+    patterns: tuple[str, ...] = Shape.patterns
+    items: int = 12
+    seed: int = 1000
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            parse_policy(policy)
+        if not self.policies or self.policies[0] != "full":
+            raise ValueError(f"policies must begin with full, with which the others are compared, got {self.policies}")
+        if len(set(self.policies)) < len(self.policies):
+            raise ValueError(f"policies must differ, got {', '.join(self.policies)}")
+        if not self.lengths:
+            raise ValueError("lengths must name at least one number of tokens")
+
+    def describe(self) -> dict[str, Any]:
+        """As the configuration file has it."""
+        return {
+            "suites": [suite.name for suite in self.suites],
+            "policies": list(self.policies),
+            "lengths": list(self.lengths),
+            "num_segments": self.num_segments,
+            "patterns": list(self.patterns),
+            "items": self.items,
+            "seed": self.seed,
+        }
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One answer. `cluster` names the item, whose questions are about one text; `score` is by the task's own metric."""
+
+    cluster: str
+    number: int
+    suite: str
+    task: str
+    pattern: str
+    length: int
+    crosses: bool
+    policy: str
+    expected: tuple[str, ...]
+    score: float
+    exact_match: float
+    f1: float
+    answer: Answer
+
+
+def run(settings: Settings, host: Host, directory: Path, on_progress: OnProgress | None = None) -> list[Row]:
+    """Answer what the directory does not hold yet, and return all rows.
+
+    Raises:
+        ValueError: the directory holds an evaluation with other settings; the message says which differ.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _check_config(directory / CONFIG, {"kvgraft": __version__, **settings.describe(), **host.describe()})
+    rows = {(row.cluster, row.number, row.policy): row for row in read_rows(directory)}
+    work = list(_items(settings))
+    total = sum(len(item.phase_2) for *_, item in work) * len(settings.policies)
+    with (directory / ROWS).open("ab") as file:
+        for cluster, suite, length, item in work:
+            keys = {(cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.policies}
+            if not keys <= rows.keys():  # an item that was interrupted is asked again as a whole
+                for number, policy, answer in host.answers(item, settings.policies):
+                    key = (cluster, number, policy)
+                    if key not in rows:
+                        rows[key] = _row(key, suite, item, length, answer)
+                        file.write(msgspec.json.encode(rows[key]) + b"\n")
+                file.flush()
+            if on_progress is not None:
+                on_progress(min(len(rows), total), total)
+    return list(rows.values())
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The rows of an evaluation; a last line that was cut off by a kill is dropped from the file, too."""
+    path = directory / ROWS
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)
+    return [msgspec.json.decode(line, type=Row) for line in whole.splitlines()]
+
+
+def _items(settings: Settings) -> Iterator[tuple[str, str, int, Item]]:
+    for suite in settings.suites:
+        for length in settings.lengths:
+            shape = Shape(length, settings.num_segments, settings.patterns)  # type: ignore[arg-type]
+            for number, item in enumerate(suite.items(settings.seed, settings.items, shape)):
+                yield f"{suite.name}/{length}/{number}", suite.name, length, item
+
+
+def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> Row:
+    cluster, number, policy = key
+    ask: Ask = item.phase_2[number]
+    scores = {name: score(answer.text, ask.answers) for name, score in SCORES.items()}
+    return Row(
+        cluster=cluster,
+        number=number,
+        suite=suite,
+        task=ask.task,
+        pattern=item.pattern,
+        length=length,
+        crosses=ask.crosses,
+        policy=policy,
+        expected=ask.answers,
+        score=scores[ask.metric],
+        exact_match=scores["exact_match"],
+        f1=scores["f1"],
+        answer=answer,
+    )
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    """Write the configuration, or compare it with the one that is there."""
+    if path.exists():
+        found = json.loads(path.read_text())
+        differing = [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]
+        if differing:
+            changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
+            raise ValueError(f"{path.parent} holds an evaluation with other settings ({changes}): choose another --out")
+    else:
+        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,115 @@
+"""Suites in the language of the testbed model, shaped like those of the papers.
+
+ruler         MQ-NIAH, variable tracking, common words, frequent words (RULER; SparseX Table 2)
+multihop      two facts in different documents, either of them first (HotpotQA, 2WikiMQA, MuSiQue)
+instruction   what the documents mean is said by an instruction before them
+chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
+agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD; SparseX Table 3)
+"""
+
+from random import Random
+
+from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite, arrange, read_before
+from kvgraft.testbed import tasks, vocabulary, wording
+from kvgraft.testbed.tasks import Facts, Question
+from kvgraft.testbed.wording import Frame
+
+_FACTS = {  # kind of question -> words that one of its facts takes, and the most that there may be
+    "needle": (7, 24), "variable": (4, 40), "hop": (14, 16), "glossary": (7, 16), "coreference": (6, 18),
+    "frequent": (96, 1), "common": (88, 1), "vote": (20, 12),
+}  # fmt: skip
+LISTS = ("common", "frequent")  # one list a text, as in RULER
+_KINDS = {"needles": "needle", "hop_reversed": "hop"}  # questions about facts of another name
+
+
+def _ruler(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, (task,), "documents")
+
+
+def _multihop(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, (task,), "documents")
+
+
+def _instruction(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, ("glossary",), "plain")
+
+
+def _chat(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, (task,), "chat")
+
+
+def _agents(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    """A judge counts what agents say; a moderator reads two long sides; a ReAct loop reads tools' observations."""
+    if task == "judge":
+        return _write(rng, shape, pattern, task, ("vote",), "agents")
+    if task == "debate":
+        two = Shape(shape.length, 2, shape.patterns)
+        return _write(rng, two, pattern, task, ("variable", "coreference"), "agents")
+    return _write(rng, shape, pattern, task, ("hop", "hop_reversed", "needle"), "tools")
+
+
+GENERATED = {
+    suite.name: suite
+    for suite in (
+        Suite("ruler", "RULER: four tasks", ("needles", "variable", "common", "frequent"), _ruler, LISTS),
+        Suite("multihop", "two facts in different documents", ("hop", "hop_reversed"), _multihop),
+        Suite("instruction", "an instruction decides what documents mean", ("glossary",), _instruction),
+        Suite("chat", "facts from many turns", ("coreference", "needle", "glossary"), _chat),
+        Suite("agents", "judge, debate, ReAct", ("judge", "debate", "react"), _agents),
+    )
+}
+
+
+def _write(rng: Random, shape: Shape, pattern: Pattern, task: str, wanted: tuple[str, ...], frame: Frame) -> Item:
+    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about in another."""
+    colours = rng.sample(vocabulary.COLOURS, 8)
+    words = shape.length - 60  # for the instruction, the question and what frames add
+    orders = [tuple(range(shape.num_segments))]
+    facts = _facts(rng, wanted, words)
+    documents = tasks.make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
+    segments = tuple(wording.frame(rng, documents, frame))
+    instructions = [_instruct(rng, colours, frame) for _ in range(shape.num_segments + 1)]
+    notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
+    prompt = arrange(instructions[0], segments, pattern, notes)
+    questions = _choose(rng, prompt, wanted)
+    read = read_before(rng, instructions[1:], segments, pattern, [question.text for question in questions])
+    asks = tuple(
+        Ask(task, (*prompt, q.text), tuple(q.answer.split()), len(q.answer.split()) + 1, crosses=q.crosses)
+        for q in questions
+    )
+    return Item(pattern, read, asks)
+
+
+def _facts(rng: Random, wanted: tuple[str, ...], words: int) -> Facts:
+    kinds = {_KINDS.get(kind, kind) for kind in wanted}
+    counts = {}
+    for kind in sorted(kinds):
+        cost, most = _FACTS[kind]
+        counts[kind] = max(1, min(most, int(0.45 * words / len(kinds) / cost)))
+    others = [kind for kind in ("needle", "variable", "vote") if kind not in kinds]
+    distractor = rng.choice(others)
+    counts[distractor] = max(1, min(6, int(0.08 * words / _FACTS[distractor][0])))
+    return Facts(**counts, size=4)
+
+
+def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
+    """Notes of different lengths, so that what follows stands at another position."""
+    glossary = tasks.make_glossary(rng, rng.sample(colours, len(colours)), rng.randint(6, 8))
+    return f"<system> : {glossary}" if frame == "chat" else glossary
+
+
+def _choose(rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...]) -> list[Question]:
+    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first."""
+    found = list(tasks.read(prompt))
+    rng.shuffle(found)
+    if wanted == ("needles",):
+        codes = [question for question in found if tasks.is_code(question)]
+        groups = [codes[i : i + tasks.NEEDLES] for i in range(0, len(codes), tasks.NEEDLES)]
+        return [tasks.together(group) for group in groups if len(group) == tasks.NEEDLES][:QUESTIONS]
+    fitting = [question for question in found if question.task in wanted]
+    fitting.sort(key=lambda question: not question.crosses)  # stable: random within each half
+    chosen = []
+    for number in range(QUESTIONS):
+        kind = wanted[number % len(wanted)]
+        chosen += [question for question in fitting if question.task == kind and question not in chosen][:1]
+    return chosen

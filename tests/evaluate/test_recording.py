@@ -1,0 +1,73 @@
+"""Watching a policy changes nothing, and what is seen is what happened."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft import Engine, Request, Result, SamplingParams
+from kvgraft.evaluate.layers import find_needle
+from kvgraft.evaluate.plots import write_layers
+from kvgraft.evaluate.recording import Recorded
+from kvgraft.prefill.policies import Full, Naive, SparseX, Transitive
+from kvgraft.segments.prompt import Segment
+from kvgraft.testbed import MODEL_DIR
+
+DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road waited . " * 4
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(MODEL_DIR, dtype="float32")
+
+
+def ask(engine: Engine, policy: object) -> Result:
+    prompt = ["note grey means 51 . ", Segment(DOCUMENT), "question : note of bell ? answer :"]
+    sampling = SamplingParams(max_tokens=1)
+    request = Request(prompt, policy, sampling, remember=False, return_logits=True)  # type: ignore[arg-type]
+    return engine.generate([request])[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read(engine: Engine) -> None:
+    engine.generate([Request([Segment(DOCUMENT)], "full", SamplingParams(max_tokens=1))])
+
+
+@pytest.mark.parametrize("policy", [Full(), Naive(), SparseX(boundary=2), Transitive()], ids=lambda policy: policy.name)
+def test_recording_changes_nothing(engine: Engine, policy):
+    recorded = Recorded(policy)
+    plain, watched = ask(engine, policy), ask(engine, recorded)
+    assert torch.equal(plain.first_logits, watched.first_logits)  # type: ignore[arg-type]
+    assert watched.report.recomputed_tokens == plain.report.recomputed_tokens
+    assert watched.report.computed_share == plain.report.computed_share
+
+
+def test_what_is_recorded_is_what_was_computed(engine: Engine):
+    recorded = Recorded(SparseX(boundary=2), keep_cache=True, score_layers=True)
+    report = ask(engine, recorded).report
+    record = recorded.record
+    assert record.plan is not None
+    assert record.computed[:2].all()
+    assert int((record.computed[2:] & record.plan.grafted).sum(1).unique()) == report.recomputed_tokens
+    assert sorted(record.scores) == list(range(8))
+    assert record.keys is not None
+    assert record.keys.shape == (8, report.prompt_tokens, 4, 32)
+    assert record.keys.isfinite().all()
+
+
+def test_layers_find_the_needle_by_attention_in_both_layouts(engine: Engine, tmp_path):
+    findings = find_needle(engine, seed=3)
+    assert [(finding.signal, finding.layout) for finding in findings] == [
+        ("KV deviation", "cue before the needle"),
+        ("last-query attention", "cue before the needle"),
+        ("KV deviation", "cue after the needle"),
+        ("last-query attention", "cue after the needle"),
+    ]
+    before, after = findings[1], findings[3]
+    for finding in (before, after):
+        assert finding.found.any()
+        assert finding.chosen.sum(1).max() < 0.05 * finding.chosen.shape[1]
+    assert not findings[2].found[:1].any()  # nothing deviates by what comes later
+    path = tmp_path / "layers.png"
+    write_layers([(f.layout, f.chosen, f.needle) for f in (before, after)], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert isinstance(before.found, np.ndarray)

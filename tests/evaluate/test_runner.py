@@ -1,0 +1,182 @@
+"""Evaluations end to end on the bundled model: rows, resume, tables, pictures."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraft import Engine
+from kvgraft.evaluate import plots, results, runner
+from kvgraft.evaluate.hosts import Answer, NativeHost, open_host
+from kvgraft.evaluate.runner import Row, Settings
+from kvgraft.evaluate.tasks import Item, find_suites
+from kvgraft.testbed import MODEL_DIR
+
+POLICIES = ("full", "naive", "sparsex:topk=1.0,boundary=1")
+SETTINGS = Settings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
+
+
+@pytest.fixture(scope="module")
+def host() -> NativeHost:
+    return NativeHost(Engine(MODEL_DIR, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def rows(host: NativeHost, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return runner.run(SETTINGS, host, tmp_path_factory.mktemp("whole"))
+
+
+class Dying:
+    """A host that is killed after some answers."""
+
+    def __init__(self, host: NativeHost, lives: int) -> None:
+        self.host, self.lives = host, lives
+
+    def describe(self) -> dict[str, Any]:
+        return self.host.describe()
+
+    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        for answer in self.host.answers(item, policies):
+            if not self.lives:
+                raise KeyboardInterrupt
+            self.lives -= 1
+            yield answer
+
+
+def meaning(row: Row) -> tuple[object, ...]:
+    """A row without its times."""
+    return (row.cluster, row.number, row.policy, row.score, row.answer.text, row.answer.grafted, row.answer.computed)
+
+
+def test_every_prompt_has_a_row_for_each_policy(rows: list[Row]):
+    assert len(rows) == 2 * 4 * 3
+    assert {(row.suite, row.task, row.length, row.crosses) for row in rows} == {("instruction", "glossary", 400, True)}
+    for row in rows:
+        answer = row.answer
+        assert answer.prefix + answer.grafted + answer.fresh == answer.prompt
+        assert (answer.grafted > 200) == (row.policy != "full")
+        assert (answer.distances["kl"] < 1e-6) == (row.policy != "naive")
+        assert answer.fallback is None
+
+
+def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[Row], tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(SETTINGS, Dying(host, 15), tmp_path)
+    with (tmp_path / runner.ROWS).open("ab") as file:
+        file.write(b'{"cluster": "instr')  # cut off in the middle of a line
+    counted: list[tuple[int, int]] = []
+    resumed = runner.run(SETTINGS, Dying(host, 12), tmp_path, lambda done, total: counted.append((done, total)))
+    assert sorted(map(meaning, resumed)) == sorted(map(meaning, rows))
+    assert counted == [(15, 24), (24, 24)]
+    assert runner.read_rows(tmp_path) == resumed
+    again = runner.run(SETTINGS, Dying(host, 0), tmp_path)  # nothing is left to be asked
+    assert again == resumed
+
+
+def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: Path):
+    runner.run(SETTINGS, host, tmp_path)
+    other = Settings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)
+    with pytest.raises(ValueError, match=r"other settings \(patterns was .* policies was .*: choose another --out"):
+        runner.run(other, host, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policies": ("naive",)}, "policies must begin with full"),
+        ({"policies": ()}, "policies must begin with full"),
+        ({"policies": ("full", "magic")}, "unknown policy 'magic'"),
+        ({"policies": ("full", "naive", "naive")}, "policies must differ"),
+        ({"policies": ("full",), "lengths": ()}, "lengths must name at least one"),
+    ],
+)
+def test_settings_that_cannot_be(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Settings(find_suites("ruler"), **arguments)
+
+
+def test_hosts_that_are_not_there():
+    options: dict[str, Any] = {"dtype": None, "device": "cpu", "kv_gib": 0.1}
+    with (
+        pytest.raises(ValueError, match="unknown host 'moon': choose native, vllm"),
+        open_host("moon", MODEL_DIR, **options),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="no OpenAI-compatible server answers"),
+        open_host("http://127.0.0.1:9", MODEL_DIR, **options),
+    ):
+        pass
+
+
+@pytest.mark.vllm
+def test_vllm_answers_as_the_native_engine_does(rows: list[Row], tmp_path: Path):
+    with open_host("vllm", MODEL_DIR, dtype="float32", device="cpu", kv_gib=1.0) as served:
+        theirs = runner.run(SETTINGS, served, tmp_path)
+        assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
+        with pytest.raises(ValueError, match="refused a prompt"):
+            list(served.answers(Item("alone", (("x " * 5000,),), ()), ("naive",)))
+    ours = {(row.cluster, row.number, row.policy): row for row in rows}
+    for row in theirs:
+        mine = ours[row.cluster, row.number, row.policy].answer
+        assert row.answer.prompt == mine.prompt
+        assert row.answer.fallback is None or row.policy == "full"
+        if row.policy == "naive":
+            assert row.answer.grafted > 200
+        else:
+            assert row.answer.text.split() == mine.text.split()
+
+
+def made_up(policy: str, number: int, score: float, **answer: Any) -> Row:
+    told = {"prompt": 100, "prefix": 0, "grafted": 80, "recomputed": 8, "fresh": 20, "computed": 0.4}
+    return Row(
+        f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0, policy, ("42",), score,
+        score, score, Answer("42", **{"ttft_s": 0.1} | told | answer),
+    )  # fmt: skip
+
+
+def test_summaries():
+    full = [made_up("full", n, 1.0, grafted=0, recomputed=0, fresh=100, computed=1.0, ttft_s=0.4) for n in range(4)]
+    ours = [made_up("naive", n, float(n > 0), distances={"kl": float(n)}) for n in range(4)]
+    [of_full, of_ours] = results.summarise([*full, *ours], "all")
+    assert (of_full.score, of_full.of_full, of_full.work, of_full.recomputed, of_full.speedup) == (1, 1, 0, 0, 1)
+    assert (of_ours.score, of_ours.of_full, of_ours.kl, of_ours.prompts) == (0.75, 0.75, 1.5, 4)
+    assert of_ours.work == pytest.approx((0.4 * 100 - 20) / 80)
+    assert (of_ours.recomputed, of_ours.reused) == (0.1, 0.8)
+    assert of_ours.speedup == pytest.approx(4)
+    assert of_ours.low <= 0.75 <= of_ours.high
+    by_task = results.summarise([*full, *ours], "task")
+    assert [(s.group, s.policy) for s in by_task] == [
+        ("suite/task0", "full"), ("suite/task0", "naive"), ("suite/task1", "full"), ("suite/task1", "naive"),
+    ]  # fmt: skip
+    across = results.summarise([*full, *ours], "across segments")
+    assert [s.group for s in across if s.policy == "naive"] == [
+        "facts in several segments", "facts in one segment",
+    ]  # fmt: skip
+
+
+def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
+    results.write_tables(rows, tmp_path, "kvgraft eval ...")
+    text = (tmp_path / "tables.md").read_text()
+    assert "`kvgraft eval ...`" in text
+    assert "| sparsex:topk=1.0,boundary=1 |" in text
+    with (tmp_path / "by_pattern.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["group"] for line in lines} == {"alone", "tail"}
+    assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
+    pictures = plots.write_plots(rows, tmp_path)
+    assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_are_lines_of_json(host: NativeHost, tmp_path: Path):
+    settings = Settings(SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5)
+    runner.run(settings, host, tmp_path)
+    [line, *_] = (tmp_path / runner.ROWS).read_text().splitlines()
+    assert json.loads(line)["answer"]["prompt"] > 200
+    config = json.loads((tmp_path / runner.CONFIG).read_text())
+    assert (config["seed"], config["host"], config["policies"]) == (5, "native", ["full"])
