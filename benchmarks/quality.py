@@ -8,7 +8,7 @@ nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --o
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvgraft.evaluate import plots, results, runner
 from kvgraft.evaluate.hosts import Host, open_host
 from kvgraft.evaluate.layers import find_needle
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.runner import Settings
+from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
 from kvgraft.testbed import MODEL_DIR
 
@@ -70,6 +70,22 @@ def _rules(work: float) -> tuple[str, ...]:
     )
 
 
+PAPER_METHODS = {  # the rows of SparseX's tables
+    "full": "full recompute", "naive": "naive reuse", "cacheblend": "CacheBlend", "epic": "EPIC",
+    "sparsex:boundary=0": "SparseX (w/o hybrid)", "sparsex": "SparseX (w/ hybrid)", "transitive": "transitive (ours)",
+}  # fmt: skip
+TABLE_1 = {  # LOCOMO, Qwen3-32B: score, TTFT in seconds
+    "full": (0.68, 9.23), "naive": (0.54, 0.48), "cacheblend": (0.60, 1.32), "epic": (0.55, 0.59),
+    "sparsex:boundary=0": (0.64, 0.66), "sparsex": (0.67, 0.87),
+}  # fmt: skip
+TABLE_2 = {  # RULER, Qwen3-8B: MQ-NIAH, VT, CWE, FWE
+    "full": (1.00, 1.00, 0.95, 0.87), "naive": (0.69, 0.33, 0.92, 0.82), "cacheblend": (0.81, 0.65, 0.95, 0.84),
+    "epic": (0.84, 0.49, 0.93, 0.83), "sparsex:boundary=0": (0.90, 0.80, 0.95, 0.86),
+    "sparsex": (1.00, 0.94, 0.94, 0.89),
+}  # fmt: skip
+TABLE_3 = {  # mean over the eight tasks of Qwen2.5-7B: AutoGen, MAD
+    "full": (52.70, 47.62), "sparsex:boundary=0": (50.83, 50.96), "sparsex": (51.48, 50.84)
+}  # fmt: skip
 EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
@@ -127,8 +143,48 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
         rows, out, command if arguments.seed == HELD_BACK_SEED else f"{command} --seed {arguments.seed}"
     )
     plots.write_plots(rows, out)
+    if name == "main":
+        (out.parent / "papers.md").write_text(_paper_tables(rows))
     console.rule(name)
     console.print(results.render(rows))
+
+
+def _paper_tables(rows: Sequence[Row]) -> str:
+    """Tables 1 to 3 of SparseX, its figures beside ours (SparseX, section 5)."""
+    suites = {(s.policy, s.group): s for s in results.summarise(rows, "suite")}
+    tasks = {(s.policy, s.group): s for s in results.summarise(rows, "task")}
+
+    def ours(policy: str, task: str) -> str:
+        found = tasks[policy, task]
+        return f"{found.score:.2f} ± {(found.high - found.low) / 2:.2f}"
+
+    chat, ruler, agents = [], [], []
+    for policy, name in PAPER_METHODS.items():
+        summary, paper = suites[policy, "chat"], TABLE_1.get(policy)
+        theirs = f"{paper[0]:.2f} | {TABLE_1['full'][1] / paper[1]:.1f}" if paper else "- | -"
+        interval = (summary.high - summary.low) / 2
+        chat.append(f"| {name} | {summary.score:.2f} ± {interval:.2f} | {summary.speedup:.1f} | {theirs} |")
+        columns = ("needles", "variable", "common", "frequent")
+        marks = TABLE_2.get(policy)
+        mean = sum(tasks[policy, f"ruler/{task}"].score for task in columns) / len(columns)
+        cells = [f"{ours(policy, f'ruler/{task}')} ({marks[i]:.2f})" if marks else ours(policy, f"ruler/{task}")
+                 for i, task in enumerate(columns)]  # fmt: skip
+        cells.append(f"{mean:.2f} ({sum(marks) / 4:.2f})" if marks else f"{mean:.2f}")
+        ruler.append(f"| {name} | {' | '.join(cells)} |")
+        if policy in TABLE_3 or policy == "transitive":
+            autogen, mad = TABLE_3.get(policy, (None, None))
+            theirs = f"{autogen:.1f} | {mad:.1f}" if autogen else "- | -"
+            agents.append(f"| {name} | {ours(policy, 'agents/judge')} | {ours(policy, 'agents/debate')} | {theirs} |")
+    return "\n".join([
+        "# SparseX's tables on the testbed", "",
+        "`python benchmarks/quality.py main`; the paper's figures beside ours.", "",
+        "## Table 1: long chats (ours: suite chat; paper: LOCOMO, Qwen3-32B)", "",
+        "| method | score | faster | paper's score | faster |", "|---|---|---|---|---|", *chat, "",
+        "## Table 2: RULER (in brackets the paper's, Qwen3-8B)", "",
+        "| method | MQ-NIAH | VT | CWE | FWE | average |", "|---|---|---|---|---|---|", *ruler, "",
+        "## Table 3: agents (paper: mean of eight tasks, Qwen2.5-7B)", "",
+        "| method | judge | debate | paper's AutoGen | paper's MAD |", "|---|---|---|---|---|", *agents, "",
+    ])  # fmt: skip
 
 
 def _open(host: str, model: Path) -> AbstractContextManager[Host]:

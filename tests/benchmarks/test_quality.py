@@ -1,0 +1,41 @@
+"""The experiments are what they say; running them takes hours."""
+
+import pytest
+
+from kvgraft.evaluate.hosts import Answer
+from kvgraft.evaluate.runner import Row, Settings
+from kvgraft.evaluate.tasks import GENERATED, find_suites
+from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
+from quality import EXPERIMENTS, PAPER_METHODS, WORK, _paper_tables, _rules
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_can_run(name: str):
+    experiment = EXPERIMENTS[name]
+    settings = Settings(find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments)
+    assert settings.policies[0] == "full"
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_rules_are_compared_at_equal_work(work: float):
+    for policy in map(parse_policy, _rules(work)):
+        if isinstance(policy, SparseX):
+            assert policy.boundary / 8 + (1 - policy.boundary / 8) * policy.topk == pytest.approx(work, abs=1e-4)
+            assert policy.overflow_blocks == 0
+        if isinstance(policy, CacheBlend):
+            assert policy.check_layer / 8 + (1 - policy.check_layer / 8) * policy.share == pytest.approx(work, abs=1e-4)
+
+
+def test_paper_tables_have_a_row_for_each_method():
+    answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
+    rows = [
+        Row(f"{name}/{task}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
+        for policy in PAPER_METHODS
+        for name, suite in GENERATED.items()
+        for task in suite.tasks
+    ]
+    text = _paper_tables(rows)
+    assert text.count("| SparseX (w/ hybrid) |") == 3
+    assert "| naive reuse | 0.50 ± 0.00 | 1.0 | 0.54 | 19.2 |" in text
+    assert "| naive reuse | 0.50 ± 0.00 (0.69) | 0.50 ± 0.00 (0.33) |" in text
+    assert "| transitive (ours) | 0.50 ± 0.00 | 1.0 | - | - |" in text
