@@ -5,10 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
-from chromium import Page, browsing, find_chromium
 from running import ADMIN, ALICE, BOB, RunningServer
 from test_segments import LABELS, PATH
 from test_server import complete, elsewhere
+
+from chromium import Page, browsing, find_chromium
 
 pytestmark = pytest.mark.vllm
 ROWS = "[...document.querySelectorAll('#{0} tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
