@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +13,15 @@ from models import FAMILIES, make_model
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family name -> directory of a tiny random model with tokenizer."""
     return {family: make_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A page of a browser; tests that ask for it are skipped where there is none."""
+    from chromium import browsing, find_chromium  # needs what vLLM brings
+
+    command = find_chromium()
+    if command is None:
+        pytest.skip("no Chromium is installed")
+    with browsing(command, tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened

@@ -1,12 +1,11 @@
 """The page of one prompt, in a real browser without a network."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from chromium import Page, browsing, find_chromium
+from chromium import Page
 from kvgraft import Engine
 from kvgraft.evaluate.compare import Case
 from kvgraft.evaluate.inspect import Inspection, inspect, render_page
@@ -27,16 +26,9 @@ def inspection() -> Inspection:
     return inspect(Engine(MODEL_DIR, dtype="float32"), CASE)
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    command = find_chromium()
-    if command is None:
-        pytest.skip("no Chromium is installed")
-    with browsing(command, tmp_path_factory.mktemp("chromium")) as opened:
-        opened.command(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
-        )
-        yield opened
+@pytest.fixture(scope="module", autouse=True)
+def _without_a_network(page: Page) -> None:
+    page.command("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
 
 
 def show(page: Page, inspection: Inspection, directory: Path, *, dark: bool = False) -> None:

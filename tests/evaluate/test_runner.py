@@ -180,3 +180,4 @@ def test_rows_are_lines_of_json(host: NativeHost, tmp_path: Path):
     assert json.loads(line)["answer"]["prompt"] > 200
     config = json.loads((tmp_path / runner.CONFIG).read_text())
     assert (config["seed"], config["host"], config["policies"]) == (5, "native", ["full"])
+    assert config["model"] == host.engine.config.identity  # a directory is never continued with another model

@@ -1,6 +1,7 @@
 """One prompt under several policies, against full recomputation (`kvgraft compare`)."""
 
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich import box
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Report, Request, Result
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.metrics import first_token
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import Part, parse_markers
@@ -118,9 +120,9 @@ def _outcome(name: str, results: list[Result], full: list[Result]) -> Outcome:
     length = max(len(ours.token_ids), len(truth.token_ids))
     return Outcome(
         policy=name,
-        ttft_s=_median([result.report.ttft_s for result in results]),
-        speedup=_median([f.report.ttft_s / r.report.ttft_s for f, r in zip(full, results, strict=True)]),
-        first_kl=_kl(truth.first_logits, ours.first_logits),
+        ttft_s=median([result.report.ttft_s for result in results]),
+        speedup=median([f.report.ttft_s / r.report.ttft_s for f, r in zip(full, results, strict=True)]),
+        first_kl=first_token(_logits(ours), _logits(truth))["kl"],
         first_token_equal=equal[0],
         agreement=sum(equal) / length,
         text=ours.text,
@@ -128,13 +130,7 @@ def _outcome(name: str, results: list[Result], full: list[Result]) -> Outcome:
     )
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _kl(truth: Tensor | None, ours: Tensor | None) -> float:
-    """KL(truth || ours) of two logit vectors [V], in nats."""
-    if truth is None or ours is None:
-        raise ValueError("both answers need their first logits")
-    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum().clamp(min=0))
+def _logits(result: Result) -> Tensor:
+    if result.first_logits is None:
+        raise ValueError("the answer needs its first logits")
+    return result.first_logits

@@ -15,7 +15,7 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.segments.prompt import Part, Segment
+from kvgraft.evaluate.prompts import as_parts
 from kvgraft.testbed.scenarios import Item, make_scenarios
 
 POLICIES = ("full", "naive", "sparsex")
@@ -139,9 +139,8 @@ def _outcomes(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[_
 
 
 def _send(engine: Engine, segments: Sequence[str], policy: str, *, remember: bool) -> Result:
-    parts: list[Part] = [Segment(f"{segment}\n") for segment in segments[:-1]]
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
-    [result] = engine.generate([Request([*parts, segments[-1]], policy, sampling, remember=remember)])
+    [result] = engine.generate([Request(as_parts(segments), policy, sampling, remember=remember)])
     if result.error:
         raise ValueError(f"the engine cannot answer a prompt of the demo: {result.error}")
     return result

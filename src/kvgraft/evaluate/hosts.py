@@ -15,8 +15,8 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.metrics import first_token
+from kvgraft.evaluate.prompts import as_parts, as_text
 from kvgraft.evaluate.tasks import Item
-from kvgraft.segments.prompt import Part, Segment
 
 TIMEOUT_S = 600.0
 
@@ -76,8 +76,9 @@ class NativeHost:
     def describe(self) -> dict[str, Any]:
         config, decoder = self.engine.config, self.engine.decoder
         return {
-            "host": "native", "architecture": config.architecture, "layers": config.num_layers,
-            "dtype": str(decoder.dtype).removeprefix("torch."), "device": str(decoder.device),
+            "host": "native", "model": config.identity, "architecture": config.architecture,
+            "layers": config.num_layers, "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
         }  # fmt: skip
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
@@ -100,7 +101,7 @@ class NativeHost:
                 )  # fmt: skip
 
     def _send(self, segments: Sequence[str], policy: str, sampling: SamplingParams, *, remember: bool) -> Result:
-        request = Request(_parts(segments), policy, sampling, remember=remember, return_logits=not remember)
+        request = Request(as_parts(segments), policy, sampling, remember=remember, return_logits=not remember)
         [result] = self.engine.generate([request])
         if result.error:
             raise ValueError(f"the engine cannot answer a prompt: {result.error}")
@@ -139,8 +140,8 @@ class HttpHost:
 
     def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> Answer:
         body = {
-            "model": self.model, "prompt": _text(segments), "max_tokens": max_tokens, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, "kv_transfer_params": {"kvgraft": options},
+            "model": self.model, "prompt": as_text(segments), "max_tokens": max_tokens, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}, "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
         start, first, text, report = time.perf_counter(), 0.0, "", None
         with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
@@ -150,6 +151,8 @@ class HttpHost:
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise ValueError(f"{self.url} broke off an answer: {chunk['error']}")
                 first = first or time.perf_counter() - start
                 text += "".join(choice["text"] for choice in chunk["choices"])
                 report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or report
@@ -180,11 +183,3 @@ def open_host(where: str, model: Path, *, dtype: str | None, device: str, kv_gib
         yield HttpHost(where)
     else:
         raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")
-
-
-def _parts(segments: Sequence[str]) -> list[Part]:
-    return [*(Segment(f"{segment}\n") for segment in segments[:-1]), segments[-1]]
-
-
-def _text(segments: Sequence[str]) -> str:
-    return "".join(f"{segment}\n" for segment in segments[:-1]) + segments[-1]

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.prompts import as_text
 from kvgraft.evaluate.servers import Server, serving
 from kvgraft.testbed.scenarios import Segments, make_scenarios
 
@@ -91,9 +92,13 @@ class _Ask:
 
 
 def _send(client: OpenAI, ask: _Ask) -> ServedPrompt:
-    text = "".join(f"{segment}\n" for segment in ask.segments[:-1]) + ask.segments[-1]
     extra = {"kv_transfer_params": {"kvgraft": {"reuse": ask.reuse}}}
-    arguments: dict[str, Any] = {"model": MODEL, "prompt": text, "max_tokens": MAX_TOKENS, "temperature": 0}
+    arguments: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": as_text(ask.segments),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+    }
     start = time.perf_counter()
     if ask.stream:
         chunks = client.completions.create(

@@ -9,20 +9,11 @@ from running import ADMIN, ALICE, BOB, RunningServer
 from test_segments import LABELS, PATH
 from test_server import complete, elsewhere
 
-from chromium import Page, browsing, find_chromium
+from chromium import Page
 
 pytestmark = pytest.mark.vllm
 ROWS = "[...document.querySelectorAll('#{0} tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
 MARKUP = "<img src=x onerror=document.title='owned'>"
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    command = find_chromium()
-    if command is None:
-        pytest.skip("no Chromium is installed")
-    with browsing(command, tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
