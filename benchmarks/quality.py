@@ -15,9 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvgraft.evaluate import plots, results, runner
+from kvgraft.evaluate import layers, plots, results, runner
 from kvgraft.evaluate.hosts import Host, open_host
-from kvgraft.evaluate.layers import find_needle
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
@@ -192,23 +191,12 @@ def _open(host: str, model: Path) -> AbstractContextManager[Host]:
 
 
 def _layers(model: Path, out: Path) -> None:
-    """Figures 5 and 6: in which layer each signal first finds the needle, over many texts, and one of them drawn."""
-    out.mkdir(parents=True, exist_ok=True)
-    first: dict[tuple[str, str], list[int]] = {}
-    with _open("native", model) as host:
-        for seed in range(HELD_BACK_SEED, HELD_BACK_SEED + 20):
-            for finding in find_needle(host.engine, seed=seed):  # type: ignore[attr-defined]
-                layers = finding.found.nonzero()[0]
-                first.setdefault((finding.signal, finding.layout), []).append(
-                    int(layers[0]) if len(layers) else NUM_LAYERS
-                )
-        drawn = find_needle(host.engine, seed=HELD_BACK_SEED)  # type: ignore[attr-defined]
-    for figure, signal in (("figure5_kv_deviation", "KV deviation"), ("figure6_attention", "last-query attention")):
-        panels = [(f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal]
-        plots.write_layers(panels, out / f"{figure}.png")
-    for (signal, layout), found in first.items():
-        median = sorted(found)[len(found) // 2]
-        print(f"{signal}, {layout}: first layer with the needle, median {median}, all {sorted(found)}")
+    """Figures 5 and 6: in which layer each signal finds the needle, over many texts, and one of them drawn."""
+    with _open("native", model) as host, progress_bar(Console(stderr=True), "layers") as on_progress:
+        engine = host.engine  # type: ignore[attr-defined]
+        found = layers.survey(engine, range(HELD_BACK_SEED, HELD_BACK_SEED + 40), on_progress)
+        layers.draw(engine, HELD_BACK_SEED, out)
+    Console().print(layers.render(found))
 
 
 if __name__ == "__main__":

@@ -139,9 +139,20 @@ def test_inspect_writes_a_page(capsys: pytest.CaptureFixture[str], case: Path, t
     assert "4 policies" in capsys.readouterr().out
 
 
+def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert run(app, ["layers", "--texts", "2", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["texts"] == 2
+    assert {len(line["found"]) for line in found["layers"]} == {8}
+    assert (tmp_path / "figure6_attention.png").exists()
+    assert run(app, ["layers", "--texts", "1"]) == 0
+    assert f"transitive:probe={found['probe']}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["layers", "--texts", "0"], "texts must be at least 1, got 0"),
         (["eval", "--suite", "rules"], "unknown suite 'rules': choose from all, ruler"),
         (["eval", "--suite", "missing.jsonl"], "no such file: missing.jsonl"),
         (["eval", "--suite", "ruler", "--policies", "full,magic"], "unknown policy 'magic'"),

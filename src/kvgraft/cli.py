@@ -217,6 +217,37 @@ def inspect(
         console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]")
 
 
+@app.command()
+def layers(
+    model: ModelOption = MODEL_DIR,
+    texts: Annotated[int, typer.Option(help="Texts with a needle.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Directory for pictures of the first text.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first text.")] = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of `transitive`."""
+    from kvgraft.evaluate import layers as finding
+
+    if texts < 1:
+        raise ValueError(f"texts must be at least 1, got {texts}")
+    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    with progress_bar(progress_console, "reading") as on_progress:
+        found = finding.survey(engine, range(seed, seed + texts), on_progress)
+    if out is not None:
+        finding.draw(engine, seed, out)
+    if as_json:
+        shares = [
+            {"signal": signal, "layout": layout, "found": shares.tolist()}
+            for (signal, layout), shares in found.found.items()
+        ]
+        _print_json({"texts": texts, "probe": found.probe, "layers": shares})
+    else:
+        console.print(finding.render(found))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def serve(context: typer.Context) -> None:
     """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] [any vLLM flag]`, see `kvgraft serve --help`."""

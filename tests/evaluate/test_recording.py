@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.evaluate.layers import find_needle
-from kvgraft.evaluate.plots import write_layers
+from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
 from kvgraft.evaluate.recording import Recorded
 from kvgraft.prefill.policies import Full, Naive, SparseX, Transitive
 from kvgraft.segments.prompt import Segment
@@ -67,7 +66,28 @@ def test_layers_find_the_needle_by_attention_in_both_layouts(engine: Engine, tmp
         assert finding.found.any()
         assert finding.chosen.sum(1).max() < 0.05 * finding.chosen.shape[1]
     assert not findings[2].found[:1].any()  # nothing deviates by what comes later
-    path = tmp_path / "layers.png"
-    write_layers([(f.layout, f.chosen, f.needle) for f in (before, after)], path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert isinstance(before.found, np.ndarray)
+    draw(engine, 3, tmp_path)
+    for name in ("figure5_kv_deviation.png", "figure6_attention.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_needle_is_where_it_is_said_to_be(engine: Engine):
+    for finding in find_needle(engine, seed=4):
+        assert len(finding.needle) == 6  # words, which are tokens here: paint of THING is COLOUR .
+        assert 0 <= finding.needle.start < finding.needle.stop <= finding.chosen.shape[1]
+
+
+def test_a_survey_counts_texts_and_names_the_probe(engine: Engine):
+    found = survey(engine, range(5, 8))
+    assert found.texts == 3
+    assert {signal for signal, _ in found.found} == {ATTENTION, DEVIATION}
+    assert all(shares.shape == (8,) and shares.max() <= 1 for shares in found.found.values())
+    assert 0 < found.probe <= 2
+
+
+def test_the_probe_is_the_first_layer_that_nearly_equals_the_best_in_both_layouts():
+    attention = {
+        (ATTENTION, "before"): np.array([0.2, 0.8, 1.0, 1.0]),
+        (ATTENTION, "after"): np.array([1.0, 0.9, 0.9, 1.0]),
+    }
+    assert Survey({**attention, (DEVIATION, "before"): np.array([1.0, 0, 0, 0])}, 10).probe == 2

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from kvgraft.testbed import MODEL_DIR, vocabulary
 from kvgraft.testbed.tasks import (
     NEEDLES,
+    POLLED,
     Facts,
     Question,
     Resolved,
@@ -21,7 +22,7 @@ from kvgraft.testbed.tasks import (
     together,
 )
 
-FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2)
+FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2, poll=2)
 COLOURS = vocabulary.COLOURS[:3]
 
 
@@ -95,7 +96,8 @@ def test_every_fact_can_be_asked_in_its_order(seed: int, num_documents: int):
     assert counts.pop("coreference", 0) <= FACTS.coreference  # things before the first name have no owner
     assert counts.pop("hop", 0) + counts.pop("hop_reversed", 0) == FACTS.hop
     assert counts == {  # homes and mentors can be asked for, too
-        "needle": 4 + 2 * 3, "variable": 12, "glossary": 4, "frequent": 2, "common": 1, "vote": 2,
+        "needle": 4 + 2 * 3, "variable": 12 + 2 * POLLED, "glossary": 4,
+        "frequent": 2, "common": 1, "vote": 2, "poll": 2,
     }  # fmt: skip
     words = " ".join(documents).split()
     assert set(vocabulary.VOCABULARY).issuperset(words)
@@ -147,11 +149,11 @@ def test_two_facts_can_be_read_in_either_order():
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ({"dax": 5, "wug": 3, "zup": 2, "fep": 1}, "dax wug zup"),
-        ({"dax": 5, "wug": 3, "zup": 2}, "dax wug zup"),
-        ({"dax": 5, "wug": 3, "zup": 3}, None),  # no order
-        ({"dax": 5, "wug": 3, "zup": 1, "fep": 1}, None),  # no third
-        ({"dax": 5, "wug": 3}, None),
+        ({"dax": 5, "wug": 3, "zup": 1, "fep": 1}, "dax wug"),
+        ({"dax": 5, "wug": 3}, "dax wug"),
+        ({"dax": 5, "wug": 5, "zup": 1}, None),  # no order
+        ({"dax": 5, "wug": 3, "zup": 2}, None),  # no clear second
+        ({"dax": 5}, None),
     ],
 )
 def test_frequent_words_are_asked_for_where_they_are_clear(said: dict[str, int], answer: str | None):
@@ -161,11 +163,18 @@ def test_frequent_words_are_asked_for_where_they_are_clear(said: dict[str, int],
 
 
 def test_common_words_and_votes():
-    common = " ".join(f"drum holds {word} ." for word in ("dax", "wug", "zup") for _ in range(3))
+    common = " ".join(f"drum holds {word} ." for word in ("dax", "wug") for _ in range(3))
     votes = "bell gets 42 . bell gets 17 . bell gets 42 ."
     found = answers(common + " drum holds fep .", votes)
-    assert set(found.pop("common in drum").split()) == {"dax", "wug", "zup"}
+    assert set(found.pop("common in drum").split()) == {"dax", "wug"}
     assert found == {"most given to bell": "42"}
+
+
+def test_polls_count_what_was_resolved():
+    values, votes = "x1 = 66 . x2 = 66 . x3 = 17 .", "bell gets x1 . bell gets x3 . bell gets x2 . bell gets x9 ."
+    assert answers(values, votes)["most given to bell"] == "66"
+    assert "most given to bell" not in answers(votes, values)
+    assert [(found.segment, found.value) for found in resolve([values, votes])] == [(1, "66"), (1, "17"), (1, "66")]
 
 
 def test_resolve_says_what_words_mean_by_what_stood_before_them():

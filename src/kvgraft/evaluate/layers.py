@@ -1,16 +1,24 @@
-"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX, Figures 5 and 6)."""
+"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX, Figures 5 and 6).
+
+The first layer whose attention finds it is the `probe` of the policy `transitive`: keys can be scored from there on.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.metrics import kv_deviation
+from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.recording import Record, Recorded
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive
@@ -19,6 +27,8 @@ from kvgraft.testbed import tasks
 from kvgraft.testbed.tasks import Facts
 
 TOP_SHARE = 0.03  # of the tokens, that a layer holds for the most important
+NEARLY = 0.9  # of the needles that the best layer finds
+ATTENTION, DEVIATION = "last-query attention", "KV deviation"
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,55 @@ class Finding:
         return np.asarray(self.chosen[:, self.needle.start : self.needle.stop].any(1))
 
 
+@dataclass(frozen=True)
+class Survey:
+    """Many texts. `found[signal, layout]` [L]: share of the texts whose needle is among the layer's top tokens."""
+
+    found: dict[tuple[str, str], np.ndarray]
+    texts: int
+
+    @property
+    def probe(self) -> int:
+        """The first layer whose attention finds nearly as many needles, in both layouts, as any layer's does."""
+        worst = np.min([shares for (signal, _), shares in self.found.items() if signal == ATTENTION], axis=0)
+        return int((worst >= NEARLY * worst.max()).nonzero()[0][0])
+
+
+def survey(engine: Engine, seeds: range, on_progress: OnProgress | None = None) -> Survey:
+    """One text for each seed."""
+    hits: dict[tuple[str, str], list[np.ndarray]] = {}
+    for done, seed in enumerate(seeds, 1):
+        for finding in find_needle(engine, seed=seed):
+            hits.setdefault((finding.signal, finding.layout), []).append(finding.found)
+        if on_progress is not None:
+            on_progress(done, len(seeds))
+    return Survey({key: np.mean(found, axis=0) for key, found in hits.items()}, len(seeds))
+
+
+def draw(engine: Engine, seed: int, directory: Path) -> None:
+    """Figures 5 and 6 of one text."""
+    from kvgraft.evaluate.plots import write_layers  # matplotlib takes a second to load
+
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = find_needle(engine, seed=seed)
+    for name, signal in (("figure5_kv_deviation", DEVIATION), ("figure6_attention", ATTENTION)):
+        panels = [(f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal]
+        write_layers(panels, directory / f"{name}.png")
+
+
+def render(found: Survey) -> RenderableType:
+    """A line for each signal and layout, a column for each layer, for a rich console."""
+    table = Table(
+        title=f"texts (of {found.texts}) whose needle is among the layer's top {TOP_SHARE:.0%}", title_justify="left"
+    )
+    layers = len(next(iter(found.found.values())))
+    for name in ("signal", "layout", *map(str, range(layers))):
+        table.add_column(name, justify="right" if name.isdigit() else "left", overflow="fold")
+    for (signal, layout), shares in found.found.items():
+        table.add_row(signal, layout, *(f"{share:.0%}" for share in shares))
+    return Group(table, Text(f"attention finds the needle from layer {found.probe} on: transitive:probe={found.probe}"))
+
+
 def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list[Finding]:
     """A needle whose meaning an instruction gives (`the paint of lamp is grey`, `note grey means 51`), in a text that
     was read without that instruction; the cue (the instruction) stands before the text, or behind it."""
@@ -49,15 +108,19 @@ def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list
     words = text.split()
     fact = ["paint", "of", tasks.key_of(question), "is"]
     start = next(i for i in range(len(words)) if words[i : i + 4] == fact)
+
+    def count(piece: str) -> int:
+        return len(engine.tokenizer.encode(piece, add_special_tokens=False))
+
     layouts = {"cue before the needle": (notes, text), "cue after the needle": ("", text, notes)}
     findings = []
     for layout, parts in layouts.items():
-        before = len(parts[0].split())
-        needle = range(before + start - 1, before + start + 5)
+        before = count(f"{parts[0]}\n") if parts[0] else 0
+        needle = range(before + count(" ".join(words[: start - 1])), before + count(" ".join(words[: start + 5])))
         naive, full = _records(engine, parts, text, question.text)
         deviation = _deviation(naive, full)
         attention = torch.stack([full.scores[index] for index in sorted(full.scores)])
-        for signal, scores in (("KV deviation", deviation), ("last-query attention", attention)):
+        for signal, scores in ((DEVIATION, deviation), (ATTENTION, attention)):
             findings.append(Finding(signal, layout, _top(scores, full), needle))
     return findings
 

@@ -14,9 +14,10 @@ Questions are asked as `question : code of lamp ? answer :`.
     hop_reversed  the same facts, the mentor first
     glossary      note grey means 51 . ... the paint of lamp is grey .    note of lamp -> 51
     coreference   now dina came . ... the chest is theirs .               owner of chest -> dina
-    frequent      ada saw dax . (many times, of a skewed distribution)    most seen by ada -> dax wug zup
-    common        drum holds fep . (three words often, others once)       common in drum -> fep tov mib (any order)
+    frequent      ada saw dax . (many times, of a skewed distribution)    most seen by ada -> dax wug
+    common        drum holds fep . (two words often, others once)         common in drum -> fep tov (any order)
     vote          bell gets 42 . (by several, not unanimously)            most given to bell -> 42
+    poll          x5 = 66 . ... bell gets x5 . (by several)               most given to bell -> 66
 """
 
 from collections import Counter, defaultdict
@@ -28,13 +29,25 @@ from typing import Literal, get_args
 from kvgraft.testbed import vocabulary
 
 Task = Literal[
-    "needle", "needles", "variable", "hop", "hop_reversed", "glossary", "coreference", "frequent", "common", "vote"
+    "needle",
+    "needles",
+    "variable",
+    "hop",
+    "hop_reversed",
+    "glossary",
+    "coreference",
+    "frequent",
+    "common",
+    "vote",
+    "poll",
 ]
 TASKS: tuple[Task, ...] = get_args(Task)
 Order = tuple[int, ...]
 MAX_HOPS = 3
 NEEDLES = 4  # asked for together by one `needles` question
-FAVOURITES = 3  # asked for by one `frequent` or `common` question
+POLLED = 5  # variables that one `poll` asks
+COMPANY = 5  # things that belong to one of `theirs`
+FAVOURITES = 2  # asked for by one `frequent` or `common` question
 
 
 @dataclass(frozen=True)
@@ -82,14 +95,15 @@ class Facts:
     frequent: int = 0
     common: int = 0
     vote: int = 0
+    poll: int = 0
     size: int = 2
 
     def __post_init__(self) -> None:
-        things = self.needle + self.glossary + self.coreference + self.common + self.vote
+        things = self.needle + self.glossary + self.coreference + self.common + self.vote + self.poll
         for kind, needed, words in (
             ("things", things, vocabulary.THINGS),
-            ("names", 2 * self.hop + (self.coreference + 2) // 3 + self.frequent, vocabulary.NAMES),
-            ("variables", self.variable, vocabulary.VARIABLES),
+            ("names", 2 * self.hop + -(-self.coreference // COMPANY) + self.frequent, vocabulary.NAMES),
+            ("variables", self.variable + POLLED * self.poll, vocabulary.VARIABLES),
         ):
             if needed > len(words):
                 raise ValueError(f"{self} needs {needed} {kind}, at most {len(words)} are allowed")
@@ -97,7 +111,7 @@ class Facts:
             raise ValueError(f"size must be 1 to {len(_SKEWED)}, got {self.size}")
 
 
-_SKEWED = ((5, 3, 1), (7, 4, 2), (9, 5, 2), (12, 6, 3))  # how often the three most frequent words occur, by size
+_SKEWED = ((4, 2), (6, 3), (9, 5), (12, 6))  # how often the two most frequent words occur, by size
 
 
 def read(segments: Sequence[str]) -> tuple[Question, ...]:
@@ -165,7 +179,7 @@ class _Reader:
         """Questions about how often something was said, where the answer is clear."""
         for (task, key), said in self.counts.items():
             ranked = Counter(word for word, _ in said).most_common()
-            asked = 1 if task == "vote" else FAVOURITES
+            asked = FAVOURITES if task in ("frequent", "common") else 1
             top, rest = ranked[:asked], ranked[asked:]
             if len(top) < asked or (rest and top[-1][1] < 2 * rest[0][1]):
                 continue
@@ -200,6 +214,10 @@ class _Reader:
                 self._learn(None, f"note {colour}", number, value=value)
             case ["now", name, "came"]:
                 self._learn(None, "they", number, value=name)
+            case [key, "gets", word] if not word.isdigit():
+                if found := self.known.get(f"value of {word}"):
+                    self.resolved.append(Resolved(number, place, found[0]))
+                    self.counts["poll", key].append((found[0], number))
             case [key, "saw" | "holds" | "gets" as verb, word]:
                 self.counts[_COUNTING[verb], key].append((word, number))
 
@@ -221,7 +239,8 @@ class _Reader:
 
 _COUNTING: dict[str, Task] = {"saw": "frequent", "holds": "common", "gets": "vote"}
 _COUNTED: dict[Task, str] = {
-    "frequent": "most seen by {}", "common": "common in {}", "vote": "most given to {}"
+    "frequent": "most seen by {}", "common": "common in {}", "vote": "most given to {}",
+    "poll": "most given to {}",
 }  # fmt: skip
 
 
@@ -287,7 +306,7 @@ def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) ->
         yield [f"the paint of {next(things)} is {rng.choice(colours)} ."]
     for number in range(facts.coreference):
         yield [f"the {next(things)} is theirs ."]
-        if number % 3 == 0:
+        if number % COMPANY == 0:
             yield [f"now {next(names)} came ."]
     for _ in range(facts.frequent):
         yield from _said(rng, f"{next(names)} saw", vocabulary.NONSENSE_WORDS, _SKEWED[facts.size - 1], facts.size - 1)
@@ -295,7 +314,12 @@ def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) ->
         often = [2 + facts.size] * FAVOURITES
         yield from _said(rng, f"{next(things)} holds", vocabulary.NONSENSE_WORDS, often, facts.size)
     for _ in range(facts.vote):
-        yield from _said(rng, f"{next(things)} gets", vocabulary.NUMBERS, [rng.randint(2, 3)], rng.randint(0, 2))
+        yield from _said(rng, f"{next(things)} gets", vocabulary.NUMBERS, [rng.randint(3, 4)], rng.randint(0, 2))
+    for _ in range(facts.poll):
+        thing, (most, *others) = next(things), rng.sample(vocabulary.NUMBERS, POLLED - 2)
+        for value in (most, most, most, *others):
+            name = next(variables)
+            yield [f"{name} = {value} .", f"{thing} gets {name} ."]
 
 
 def _said(rng: Random, beginning: str, words: Sequence[str], counts: Sequence[int], others: int) -> Iterator[list[str]]:

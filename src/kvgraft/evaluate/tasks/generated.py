@@ -5,6 +5,7 @@ multihop      two facts in different documents, either of them first (HotpotQA, 
 instruction   what the documents mean is said by an instruction before them
 chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
 agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD; SparseX Table 3)
+stress        made against methods that choose few tokens: majorities of resolved values, the longest chains
 """
 
 from random import Random
@@ -16,7 +17,7 @@ from kvgraft.testbed.wording import Frame
 
 _FACTS = {  # kind of question -> words that one of its facts takes, and the most that there may be
     "needle": (7, 24), "variable": (4, 40), "hop": (14, 16), "glossary": (7, 16), "coreference": (6, 18),
-    "frequent": (96, 1), "common": (88, 1), "vote": (20, 12),
+    "frequent": (84, 1), "common": (64, 1), "vote": (24, 10), "poll": (40, 4),
 }  # fmt: skip
 LISTS = ("common", "frequent")  # one list a text, as in RULER
 _KINDS = {"needles": "needle", "hop_reversed": "hop"}  # questions about facts of another name
@@ -48,6 +49,10 @@ def _agents(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
     return _write(rng, shape, pattern, task, ("hop", "hop_reversed", "needle"), "tools")
 
 
+def _stress(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, ("poll",) if task == "poll" else ("variable",), "documents")
+
+
 GENERATED = {
     suite.name: suite
     for suite in (
@@ -56,6 +61,7 @@ GENERATED = {
         Suite("instruction", "an instruction decides what documents mean", ("glossary",), _instruction),
         Suite("chat", "facts from many turns", ("coreference", "needle", "glossary"), _chat),
         Suite("agents", "judge, debate, ReAct", ("judge", "debate", "react"), _agents),
+        Suite("stress", "majorities of resolved values, the longest chains", ("poll", "chain"), _stress),
     )
 }
 
@@ -71,7 +77,7 @@ def _write(rng: Random, shape: Shape, pattern: Pattern, task: str, wanted: tuple
     instructions = [_instruct(rng, colours, frame) for _ in range(shape.num_segments + 1)]
     notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
     prompt = arrange(instructions[0], segments, pattern, notes)
-    questions = _choose(rng, prompt, wanted)
+    questions = _choose(rng, prompt, wanted, longest=task == "chain")
     read = read_before(rng, instructions[1:], segments, pattern, [question.text for question in questions])
     asks = tuple(
         Ask(task, (*prompt, q.text), tuple(q.answer.split()), len(q.answer.split()) + 1, crosses=q.crosses)
@@ -98,8 +104,8 @@ def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
     return f"<system> : {glossary}" if frame == "chat" else glossary
 
 
-def _choose(rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...]) -> list[Question]:
-    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first."""
+def _choose(rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...], *, longest: bool) -> list[Question]:
+    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first, or in the most."""
     found = list(tasks.read(prompt))
     rng.shuffle(found)
     if wanted == ("needles",):
@@ -107,7 +113,7 @@ def _choose(rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...]) -> li
         groups = [codes[i : i + tasks.NEEDLES] for i in range(0, len(codes), tasks.NEEDLES)]
         return [tasks.together(group) for group in groups if len(group) == tasks.NEEDLES][:QUESTIONS]
     fitting = [question for question in found if question.task in wanted]
-    fitting.sort(key=lambda question: not question.crosses)  # stable: random within each half
+    fitting.sort(key=lambda question: -len(question.segments) if longest else not question.crosses)  # else random
     chosen = []
     for number in range(QUESTIONS):
         kind = wanted[number % len(wanted)]

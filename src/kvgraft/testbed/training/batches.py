@@ -15,9 +15,9 @@ from kvgraft.testbed.tasks import Facts, Question, Task
 from kvgraft.testbed.training.curriculum import Stage
 
 IDS = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}
-_MOST_OF_TASK = {"needle": 24, "variable": 44, "hop": 16, "glossary": 14, "coreference": 18, "frequent": 8,
-                 "common": 8, "vote": 10}  # fmt: skip
-_WORDS_OF_TASK = {"needle": 7, "variable": 4, "hop": 14, "glossary": 7, "coreference": 9, "vote": 20}
+_MOST_OF_TASK = {"needle": 24, "variable": 33, "hop": 16, "glossary": 14, "coreference": 18, "frequent": 1,
+                 "common": 1, "vote": 10, "poll": 3}  # fmt: skip
+_WORDS_OF_TASK = {"needle": 7, "variable": 4, "hop": 14, "glossary": 7, "coreference": 7, "vote": 24, "poll": 40}
 
 _LISTS: tuple[Task, ...] = ("frequent", "common")
 
@@ -135,12 +135,11 @@ def _write(rng: Random, stage: Stage, length: int) -> _Sequence:
 def _choose(rng: Random, stage: Stage, budget: int) -> tuple[Facts, list[str]]:
     """How many facts of which tasks fit into `budget` words, and the colours that notes explain."""
     size = rng.randint(1, 1 if budget < 100 else 2 if budget < 300 else 4)
-    words = {**_WORDS_OF_TASK, "frequent": 16.0 + 20 * size, "common": 24.0 + 16 * size}
+    words = {**_WORDS_OF_TASK, "frequent": 8.0 + 19 * size, "common": 16.0 + 12 * size}
     known = [task for task in words if task in stage.tasks and words[task] <= budget]
     chosen = known if rng.random() < 0.15 else rng.sample(known, min(len(known), rng.randint(1, 3)))
-    if stage.one_list:
-        listed = [task for task in _LISTS if rng.random() < 0.5]
-        chosen = [*(task for task in chosen if task not in listed), *listed]
+    listed = [task for task in _LISTS if task in known and rng.random() < 0.4]
+    chosen = [*(task for task in chosen if task not in listed), *listed]
     weights = {task: rng.uniform(0.3, 1) * (1 + words[task] / 20) for task in chosen}
     room = budget * (1 - rng.choice((0, 0, 0, 0.2, 0.5))) / sum(weights.values())
     colours: list[str] = []
@@ -149,9 +148,6 @@ def _choose(rng: Random, stage: Stage, budget: int) -> tuple[Facts, list[str]]:
     counts = {
         task: min(_MOST_OF_TASK[task], max(1, int(room * weight / words[task]))) for task, weight in weights.items()
     }
-    for task in _LISTS:
-        if stage.one_list and task in counts:
-            counts[task] = 1
     while sum(words[task] * count for task, count in counts.items()) > 0.9 * budget:
         largest = max(counts, key=lambda task: words[task] * counts[task])
         if counts[largest] == 1:

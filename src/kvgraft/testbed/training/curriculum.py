@@ -15,7 +15,6 @@ class Stage:
         steps: how many.
         length: tokens of the longest sequences; a quarter of the batches has sequences half as long.
         max_position: positions run up to here, by gaps between the segments of shorter sequences.
-        one_list: at most one list of frequent and one of common words in a text, as in RULER, but often.
         rate: learning rate of the matrices at the first step of the stage, from where it moves to that of the next.
     """
 
@@ -25,18 +24,16 @@ class Stage:
     tasks: tuple[Task, ...] = TASKS
     max_hops: int = 3
     max_position: int = 4600
-    one_list: bool = False
 
 
 STAGES = (
     Stage(150, 128, 2.5e-3, FIRST, max_hops=1, max_position=1024),
     Stage(350, 128, 2.5e-3, max_hops=2, max_position=2048),
     Stage(500, 256, 2.5e-3),
-    Stage(900, 512, 2.2e-3),
-    Stage(500, 512, 1.6e-3, one_list=True),
-    Stage(700, 1024, 1.3e-3, one_list=True),
-    Stage(250, 2048, 8e-4, one_list=True),
-    Stage(120, 4096, 4e-4, one_list=True),
+    Stage(1300, 512, 2.2e-3),
+    Stage(800, 1024, 1.4e-3),
+    Stage(300, 2048, 8e-4),
+    Stage(150, 4096, 4e-4),
 )
 WARM_UP_STEPS = 60
 LAST_RATE = 1e-4
