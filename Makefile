@@ -31,7 +31,7 @@ test-vllm-matrix: $(READY) $(OLD)/.ready ## Check all that we rely on in vLLM 0.
 soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
 	$(BIN)/python benchmarks/soak.py --minutes 20
 
-testbed: $(READY) ## Train the bundled model anew (resumable; about 45 minutes on two cores), then test it
+testbed: $(READY) ## Train the bundled model anew (resumable; about an hour on two cores), then test it
 	$(BIN)/python -m kvgraft.testbed.training --out build/testbed
 	$(BIN)/kvgraft eval --suite all --policies full --lengths 1024,4096 --items 24 \
 		--model build/testbed/model --out build/testbed/accuracy

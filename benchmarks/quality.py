@@ -10,7 +10,8 @@ nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --o
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -25,16 +26,18 @@ from kvgraft.testbed import MODEL_DIR
 HELD_BACK_SEED = 1000
 NUM_LAYERS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
-METHODS = ("full", "naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
+METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
 WORK = (0.05, 0.10, 0.20, 0.35)
+TOPK = (0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One directory of results."""
+    """One directory of results; the policies of a family are drawn as one curve."""
 
-    policies: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     suites: str = "all"
     lengths: tuple[int, ...] = (1024,)
     items: int = 12
@@ -42,31 +45,48 @@ class Experiment:
     host: str = "native"
     segments: int = 8
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """All of them, `full` first."""
+        return ("full", *self.methods, *chain.from_iterable(self.families.values()))
+
 
 def _sparsex(work: float, **options: str) -> str:
-    """SparseX's rule at this share of the grafted work: one dense layer where that is affordable, else none."""
-    boundary = 1 if work > 1.2 / NUM_LAYERS else 0
+    """SparseX's rule at this share of the grafted work, with as many dense layers, two at most, as that leaves room
+    for."""
+    boundary = min(2, int(work / 1.2 * NUM_LAYERS))
     dense = boundary / NUM_LAYERS
     topk = (work - dense) / (1 - dense)
     more = "".join(f",{name}={value}" for name, value in options.items())
     return f"sparsex:boundary={boundary},topk={topk:.4f},overflow_blocks=0{more}"
 
 
-def _rules(work: float) -> tuple[str, ...]:
-    """Ways to choose tokens, at equal work."""
-    after_check = max(0.0, (work - 1 / NUM_LAYERS) / (1 - 1 / NUM_LAYERS))
-    dense = (f"cacheblend:share={after_check:.4f}",) if after_check else ()
-    return (
-        _sparsex(work),
-        _sparsex(work, rows="question"),
-        _sparsex(work, reduction="max"),
-        _sparsex(work, unit="block"),
-        *dense,
-        f"epic:tokens={round(work * SEGMENT)}",
-        f"prophet:share={work:.2f}",
-        f"transitive:hops=0,topk={work:.2f}",
-        f"transitive:topk={work:.2f}",
-    )
+def _cacheblend(work: float, layer: int) -> str:
+    """CacheBlend at this share, or nothing if that is less than what the layers up to the checked one take."""
+    before = layer / NUM_LAYERS
+    return f"cacheblend:check_layer={layer},share={(work - before) / (1 - before):.4f}" if work > before else ""
+
+
+def _rules(work: float) -> dict[str, str]:
+    """Ways to choose tokens, at equal work, by the name of the way."""
+    rules = {
+        "sparsex: all fresh, sum, tokens": _sparsex(work),
+        "sparsex: question": _sparsex(work, rows="question"),
+        "sparsex: max": _sparsex(work, reduction="max"),
+        "sparsex: blocks": _sparsex(work, unit="block"),
+        "cacheblend at layer 1": _cacheblend(work, 1),
+        "cacheblend at layer 2": _cacheblend(work, 2),
+        "epic": f"epic:tokens={round(work * SEGMENT)}",
+        "prophet": f"prophet:share={work:.2f}",
+        "transitive without hops": f"transitive:hops=0,topk={work:.2f}",
+        "transitive": f"transitive:topk={work:.2f}",
+    }
+    return {name: policy for name, policy in rules.items() if policy}
+
+
+def _families(*named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each name the policies that carry it."""
+    return {name: tuple(found[name] for found in named if name in found) for name in named[-1]}
 
 
 PAPER_METHODS = {  # the rows of SparseX's tables
@@ -89,20 +109,24 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
-        ("full", *(f"sparsex:boundary={b},topk={k}" for b in (0, 1, 2, 3, 4) for k in (0.05, 0.1, 0.2))), items=4
+        families={
+            **{f"boundary {b}": tuple(f"sparsex:boundary={b},topk={k}" for k in TOPK) for b in range(5)},
+            "boundary 2, no overflow": tuple(f"sparsex:boundary=2,topk={k},overflow_blocks=0" for k in TOPK),
+        },
+        items=4,
     ),
-    "rules": Experiment(("full", *(rule for work in WORK for rule in _rules(work))), items=3),
+    "rules": Experiment(families=_families(*map(_rules, WORK)), items=3),
     "transitive": Experiment(
-        (
-            "full",
-            *(f"transitive:probe={p},hops={h},topk=0.05" for p in (0, 1, 2, 3) for h in (0, 1, 2, 3)),
-            *(f"transitive:first={first},topk=0.05" for first in (0.2, 0.6, 0.8)),
-            *(f"transitive:topk={k}" for k in (0.01, 0.02, 0.1, 0.2)),
-            *(f"transitive:topk=0.05,{choice}" for choice in CHOICES),
-        ),
+        families={
+            **{f"probe {p}, 0 to 3 hops": tuple(f"transitive:probe={p},hops={h}" for h in range(4)) for p in range(4)},
+            "questions choose .2, .6, .8": tuple(f"transitive:first={first}" for first in (0.2, 0.6, 0.8)),
+            "1, 2, 10, 20 %": tuple(f"transitive:topk={k}" for k in (0.01, 0.02, 0.1, 0.2)),
+            **{choice.replace(",", ", "): (f"transitive:{choice}",) for choice in CHOICES},
+        },
         items=3,
     ),
-    "vllm": Experiment(METHODS, items=3, host="vllm"),
+    "native": Experiment(METHODS, items=3),
+    "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts
 }  # fmt: skip
 
 
@@ -141,9 +165,14 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
     results.write_tables(
         rows, out, command if arguments.seed == HELD_BACK_SEED else f"{command} --seed {arguments.seed}"
     )
-    plots.write_plots(rows, out)
+    if experiment.families:
+        plots.write_curves(rows, out, experiment.families)
+    else:
+        plots.write_plots(rows, out)
     if name == "main":
         (out.parent / "papers.md").write_text(_paper_tables(rows))
+    if name == "vllm":
+        (out.parent / "hosts.md").write_text(_compare_hosts(runner.read_rows(out.parent / "native"), rows))
     console.rule(name)
     console.print(results.render(rows))
 
@@ -183,6 +212,23 @@ def _paper_tables(rows: Sequence[Row]) -> str:
         "| method | MQ-NIAH | VT | CWE | FWE | average |", "|---|---|---|---|---|---|", *ruler, "",
         "## Table 3: agents (paper: mean of eight tasks, Qwen2.5-7B)", "",
         "| method | judge | debate | paper's AutoGen | paper's MAD |", "|---|---|---|---|---|", *agents, "",
+    ])  # fmt: skip
+
+
+def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
+    """Scores in both hosts on the same prompts, and how many answers are equal word for word."""
+    here = {(row.cluster, row.number, row.policy): row.answer.text.split() for row in native}
+    lines = []
+    for a, b in zip(results.summarise(native, "all"), results.summarise(vllm, "all"), strict=True):
+        theirs = [row for row in vllm if row.policy == b.policy]
+        same = sum(row.answer.text.split() == here[row.cluster, row.number, row.policy] for row in theirs)
+        lines.append(
+            f"| {a.policy} | {a.score:.3f} ({a.low:.3f}-{a.high:.3f}) | {b.score:.3f} ({b.low:.3f}-{b.high:.3f}) | "
+            f"{same} of {len(theirs)} | {a.work:.1%} | {b.work:.1%} |"
+        )
+    return "\n".join([
+        "# The same prompts in both hosts", "", "`python benchmarks/quality.py native vllm`", "",
+        "| policy | native | vllm | same answer | work, native | work, vllm |", "|---|---|---|---|---|---|", *lines, "",
     ])  # fmt: skip
 
 

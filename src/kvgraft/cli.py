@@ -17,7 +17,7 @@ from kvgraft.evaluate import compare as comparison
 from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.prompt import parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
 
@@ -47,14 +47,14 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
     items: Annotated[int, typer.Option(help="Items per scenario, four prompts each.")] = 8,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex")
+        list[str] | None, typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex, transitive")
     ] = None,
     serve: Annotated[
         bool | None,
         typer.Option("--serve/--no-serve", help="Also start the server and ask it.", show_default="if vLLM is here"),
     ] = None,
 ) -> None:
-    """Three scenarios (RAG, chat, agents) under full recomputation, naive reuse and SparseX, then the server."""
+    """RAG, chat and agents under full recomputation, naive reuse, SparseX and transitive; then the server."""
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
@@ -82,7 +82,7 @@ def generate(
     read: Annotated[list[Path] | None, typer.Option(help="Text files that the model reads first (repeatable).")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     model: ModelOption = MODEL_DIR,
-    policy: Annotated[str, typer.Option(help="full, naive, sparsex or sparsex:topk=0.2,boundary=1 ...")] = "sparsex",
+    policy: Annotated[str, typer.Option(help="transitive, sparsex:topk=0.2,boundary=1, full, ...")] = DEFAULT_POLICY,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,

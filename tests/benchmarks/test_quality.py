@@ -18,7 +18,7 @@ def test_experiments_can_run(name: str):
 
 @pytest.mark.parametrize("work", WORK)
 def test_rules_are_compared_at_equal_work(work: float):
-    for policy in map(parse_policy, _rules(work)):
+    for policy in map(parse_policy, _rules(work).values()):
         if isinstance(policy, SparseX):
             assert policy.boundary / 8 + (1 - policy.boundary / 8) * policy.topk == pytest.approx(work, abs=1e-4)
             assert policy.overflow_blocks == 0

@@ -16,7 +16,7 @@ from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.prompt import split_at_anchors, tokenise
@@ -60,7 +60,7 @@ class Engine:
         kv_gib: float = 2.0,
         num_pages: int | None = None,
         max_length: int | None = None,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         max_prefill_tokens: int = 8192,
         approximate_sources: bool = False,
         require_clean_context: bool = False,

@@ -32,7 +32,7 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     prompt: str
     read: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("naive", "sparsex")
+    policies: tuple[str, ...] = ("naive", "sparsex", "transitive")
     max_tokens: int = 16
     repeats: int = 3
 

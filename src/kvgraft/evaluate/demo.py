@@ -1,4 +1,4 @@
-"""The demonstration: three applications, each under three policies, on the bundled model or one of the user's own."""
+"""The demonstration: three applications, each under several policies, on the bundled model or one of the user's own."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.testbed.scenarios import Item, make_scenarios
 
-POLICIES = ("full", "naive", "sparsex")
+POLICIES = ("full", "naive", "sparsex", "transitive")
 MAX_TOKENS = 4  # enough for the first word of an answer in a subword vocabulary
 
 

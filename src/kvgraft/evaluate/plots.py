@@ -1,6 +1,6 @@
 """Pictures of an evaluation and of what layers find (needs matplotlib)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,6 +17,7 @@ STYLE = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
 }  # fmt: skip
+WORK = "grafted token x layer work done again"
 COLOURS = plt.get_cmap("tab10").colors
 
 
@@ -28,7 +29,7 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     with mpl.rc_context(STYLE):
         figures = {
             "ttft": _scatter(overall, colours, "speedup", "time to first token: full / policy"),
-            "work": _scatter(overall, colours, "work", "grafted token x layer work done again"),
+            "work": _scatter(overall, colours, "work", WORK),
         }
         for name in ("task", "length", "pattern"):
             summaries = summarise(rows, name)
@@ -37,14 +38,38 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
         return [_save(figure, directory / f"quality_{name}.png") for name, figure in figures.items()]
 
 
+def write_curves(rows: Sequence[Row], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:
+    """Quality against work, one line for each family of policies (one method with more and more work)."""
+    found = {summary.policy: summary for summary in summarise(rows, "all")}
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.2, 4.6))
+        _draw_full(axes, found["full"])
+        for number, (family, policies) in enumerate(families.items()):
+            points = [found[policy] for policy in policies]
+            dashes = "-" if number < len(COLOURS) else "--"
+            axes.plot(
+                [p.work for p in points], [p.score for p in points], dashes, marker="o", markersize=4, linewidth=1.3,
+                color=COLOURS[number % len(COLOURS)], label=family,
+            )  # fmt: skip
+        axes.set_xlabel(WORK)
+        axes.set_ylabel("score")
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.06, 0.5))
+        return _save(figure, directory / "quality_curves.png")
+
+
+def _draw_full(axes: Axes, full: Summary) -> None:
+    axes.axhline(full.score, color="grey", linewidth=1, linestyle="--")
+    axes.annotate(
+        "full", (1.0, full.score), xycoords=("axes fraction", "data"), xytext=(8, -3), textcoords="offset points"
+    )
+
+
 def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str) -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
     shown = sorted((s for s in summaries if s.policy != "full"), key=lambda summary: getattr(summary, across))
     for full in (summary for summary in summaries if summary.policy == "full"):
-        axes.axhline(full.score, color="grey", linewidth=1, linestyle="--")
-        axes.annotate(
-            "full", (1.0, full.score), xycoords=("axes fraction", "data"), xytext=(4, -3), textcoords="offset points"
-        )
+        _draw_full(axes, full)
     for number, summary in enumerate(shown):
         x, score = getattr(summary, across), summary.score
         error = [[score - summary.low], [summary.high - score]]
@@ -54,7 +79,7 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
     axes.set_xlabel(label)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(max(0.0, min(s.low for s in summaries) - 0.15), 1.03)
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
     if across == "work":
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
     return figure
@@ -71,7 +96,7 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
         errors = [[s.score - s.low for _, s in found], [s.high - s.score for _, s in found]]
         scores, thin = [s.score for _, s in found], {"elinewidth": 0.7}
         axes.bar(x, scores, width, yerr=errors, color=colour, label=policy, error_kw=thin)
-    axes.set_xticks(range(len(groups)), [group.replace("/", "\n") for group in groups], fontsize=9)
+    axes.set_xticks(range(len(groups)), [group.replace("/", "\n").replace("_", "\n") for group in groups], fontsize=9)
     axes.set_xlabel(name)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(0, 1.05)

@@ -116,14 +116,17 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
     )
 
 
-def scores_table(summaries: Iterable[Summary]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: a line for each policy, a column for each group, `score ± half the interval`."""
+def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
+    """Header and lines: policies and groups, the fewer as columns; each cell is `score ± half the interval`."""
     cells = {(s.policy, s.group): f"{s.score:.3f} ± {(s.high - s.low) / 2:.3f}" for s in summaries}
     policies, groups = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    return ["policy", *groups], [[policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies]
+    by_policy = [["", *groups], *([policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies)]
+    if len(policies) > len(groups):
+        return by_policy
+    return [list(column) for column in zip(*by_policy, strict=True)]
 
 
-def overview_table(summaries: Iterable[Summary]) -> tuple[list[str], list[list[str]]]:
+def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     """Header and lines: a line for each policy, with all that one wants to know at a glance."""
     header = ["policy", "score", "95 %", "of full", "redone", "work", "FLOPs", "TTFT ms", "faster", "KL", "top-1"]
     lines = [
@@ -131,7 +134,7 @@ def overview_table(summaries: Iterable[Summary]) -> tuple[list[str], list[list[s
          f"{s.work:.1%}", f"{s.flops:.1%}", f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}", f"{s.kl:.3f}", f"{s.top1:.3f}"]
         for s in summaries
     ]  # fmt: skip
-    return header, lines
+    return [header, *lines]
 
 
 LEGEND = (
@@ -142,11 +145,13 @@ LEGEND = (
 
 
 def render(rows: Sequence[Row]) -> RenderableType:
-    """An overview and the scores by task, for a rich console."""
-    tables = [_rich("all tasks", *overview_table(summarise(rows, "all")))]
-    tables += [
-        _rich(f"score by {name}", *_turned(*scores_table(summarise(rows, name)))) for name in ("task", "pattern")
-    ]
+    """An overview and the scores by suite and pattern, narrow enough for a terminal."""
+    overview = overview_table(summarise(rows, "all"))
+    kept = [place for place, name in enumerate(overview[0]) if name not in ("95 %", "TTFT ms", "top-1")]
+    tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
+    for name in ("suite", "pattern"):
+        table = scores_table(summarise(rows, name))
+        tables.append(_rich(f"score by {name}", *([cell.partition(" ±")[0] for cell in line] for line in table)))
     return Group(*tables, Text(LEGEND, style="dim"))
 
 
@@ -156,7 +161,8 @@ def write_tables(rows: Sequence[Row], directory: Path, command: str) -> None:
     for name in GROUPINGS:
         summaries = summarise(rows, name)
         parts.append(f"## By {name}\n" if name != "all" else "## All tasks\n")
-        parts.append(_markdown(*(overview_table(summaries) if name == "all" else _turned(*scores_table(summaries)))))
+        header, *lines = scores_table(summaries) if name != "all" else overview_table(summaries)
+        parts.append(_markdown(header, lines))
         text = StringIO()
         writer = csv.DictWriter(text, [field.name for field in fields(Summary)])
         writer.writeheader()
@@ -165,21 +171,20 @@ def write_tables(rows: Sequence[Row], directory: Path, command: str) -> None:
     (directory / "tables.md").write_text("\n".join(parts))
 
 
-def _turned(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Groups as lines and policies as columns."""
-    turned = [list(column) for column in zip(header, *lines, strict=True)]
-    return ["", *turned[0][1:]], turned[1:]
-
-
 def _markdown(header: list[str], lines: list[list[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def _rich(title: str, header: list[str], lines: list[list[str]]) -> Table:
+def _rich(title: str, header: list[str], *lines: list[str]) -> Table:
     table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        table.add_column(_broken(name), justify="right" if number else "left", overflow="fold")
     for line in lines:
-        table.add_row(*line)
+        table.add_row(_broken(line[0]), *line[1:])
     return table
+
+
+def _broken(policy: str) -> str:
+    """One option a line, where there are any."""
+    return policy.replace(":", ":\n").replace(",", ",\n")

@@ -16,6 +16,7 @@ from kvgraft.prefill.policies.transitive import Transitive
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive)
 }
+DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/quality.md says why
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -55,6 +56,7 @@ def _parse_value(text: str) -> int | float | str:
 
 
 __all__ = [
+    "DEFAULT_POLICY",
     "POLICIES",
     "CacheBlend",
     "Epic",

@@ -25,7 +25,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the starting weights and of all texts.")] = 0,
     processes: Annotated[int, typer.Option(help="Of one thread each; more make larger batches.")] = 2,
 ) -> None:
-    """Train the testbed model from scratch (about 45 minutes on two cores); started again, it goes on."""
+    """Train the testbed model from scratch (about an hour on two cores); started again, it goes on."""
     if processes < 1:
         raise typer.BadParameter(f"processes must be at least 1, got {processes}")
     out.mkdir(parents=True, exist_ok=True)

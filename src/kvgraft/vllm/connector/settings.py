@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvgraft.prefill.options import require_at_least, require_share
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Settings:
             worth making the rest of the prompt approximate.
     """
 
-    policy: str = "sparsex"
+    policy: str = DEFAULT_POLICY
     approximate_sources: bool = False
     require_clean_context: bool = False
     watermark: float = 0.9

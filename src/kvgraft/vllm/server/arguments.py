@@ -61,7 +61,7 @@ def _make_parser() -> FlexibleArgumentParser:
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     own = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
-    own.add_argument("--kvgraft-policy", help="Of requests that name none: naive, sparsex, sparsex:topk=0.2,...")
+    own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:topk=0.2,...")
     own.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
     )
