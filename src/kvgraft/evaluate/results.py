@@ -145,11 +145,11 @@ LEGEND = (
 
 
 def render(rows: Sequence[Row]) -> RenderableType:
-    """An overview and the scores by suite and pattern, narrow enough for a terminal."""
+    """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
     overview = overview_table(summarise(rows, "all"))
     kept = [place for place, name in enumerate(overview[0]) if name not in ("95 %", "TTFT ms", "top-1")]
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
-    for name in ("suite", "pattern"):
+    for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
         table = scores_table(summarise(rows, name))
         tables.append(_rich(f"score by {name}", *([cell.partition(" ±")[0] for cell in line] for line in table)))
     return Group(*tables, Text(LEGEND, style="dim"))
