@@ -134,7 +134,7 @@ def test_render_shows_gaps_fallbacks_and_ends_with_the_summary():
     console.print(render(DemoReport("a setup", (table,), (full, naive), "What you saw.")))
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert lines[0] == "rag: documents in another order"
-    assert "│ naive  │    25.0 │    10.00 │  98.0% │       0.0% │   2.0% │ 20/40 │ 21/40 │" in lines
+    assert "│ naive  │    25.0 │    10.00 │  98.0% │   0.0% │   2.0% │ 20/40 │ 21/40 │" in lines
     assert "right answers against full: naive -19; prompts that fell back to full: naive 3" in " ".join(lines)
     assert lines[-1] == "What you saw."
     assert any(line.startswith("a setup. reused: ") for line in lines)

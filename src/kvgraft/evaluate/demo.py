@@ -190,7 +190,7 @@ def _summary(overall: Sequence[PolicyRow]) -> str:
 def render(report: DemoReport) -> RenderableType:
     """The tables, under each the gap to full recomputation, and the closing sentence, for a rich console."""
     legend = (
-        "reused: share of the prompt grafted; recomputed: share of that computed again in the last layer; "
+        "reused: share of the prompt grafted; redone: share of that computed again in the last layer; "
         "work: tokens x layers computed; same: first word as under full."
     )
     notes = (Text(f"{report.setup}. {legend}", style="dim"), Text(report.summary))
@@ -200,7 +200,7 @@ def render(report: DemoReport) -> RenderableType:
 def _table(scenario: ScenarioTable) -> Table:
     table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left", caption_justify="left")
     table.add_column("policy", overflow="fold")
-    for name in ("TTFT ms", "speed-up", "reused", "recomputed", "work", "right", "same"):
+    for name in ("TTFT ms", "speed-up", "reused", "redone", "work", "right", "same"):
         table.add_column(name, justify="right")
     for row in scenario.rows:
         table.add_row(
