@@ -6,7 +6,7 @@ from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import GENERATED, find_suites
 from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
-from quality import EXPERIMENTS, PAPER_METHODS, WORK, _paper_tables, _rules
+from quality import EXPERIMENTS, PAPER_METHODS, WORK, _compare_hosts, _paper_tables, _rules
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -39,3 +39,15 @@ def test_paper_tables_have_a_row_for_each_method():
     assert "| naive reuse | 0.50 ± 0.00 | 1.0 | 0.54 | 19.2 |" in text
     assert "| naive reuse | 0.50 ± 0.00 (0.69) | 0.50 ± 0.00 (0.33) |" in text
     assert "| transitive (ours) | 0.50 ± 0.00 | 1.0 | - | - |" in text
+
+
+def test_hosts_are_compared_prompt_by_prompt():
+    def row(policy: str, text: str, score: float) -> Row:
+        answer = Answer(text, 0.1, 100, 0, 80, 8, 20, 0.28)
+        return Row("ruler/0", 0, "ruler", "variable", "alone", 1024, True, policy, ("42",), score, score, score, answer)
+
+    text = _compare_hosts(
+        [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]
+    )
+    assert "| full | 1.000 (1.000-1.000) | 1.000 (1.000-1.000) | 1 of 1 |" in text
+    assert "| naive | 0.000 (0.000-0.000) | 1.000 (1.000-1.000) | 0 of 1 | 10.0% | 10.0% |" in text

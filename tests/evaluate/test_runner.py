@@ -169,8 +169,18 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
     assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
     pictures = plots.write_plots(rows, tmp_path)
     assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
+    pictures.append(plots.write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_fewer_are_columns(rows: list[Row]):
+    by_pattern = results.scores_table(results.summarise(rows, "pattern"))
+    assert by_pattern[0] == ["", "alone", "tail"]
+    assert [line[0] for line in by_pattern[1:]] == list(POLICIES)
+    [header, *lines] = results.scores_table(results.summarise([r for r in rows if r.policy != "naive"], "pattern"))
+    assert header == ["", "full", POLICIES[2]]
+    assert [line[0] for line in lines] == ["alone", "tail"]
 
 
 def test_rows_are_lines_of_json(host: NativeHost, tmp_path: Path):
