@@ -1,6 +1,9 @@
 """The recipe of the bundled model; the model itself is tested where it answers."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,7 +98,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         train(halves, on_step=stop)
-    assert json.loads((halves.directory / "step.json").read_text()) == {"step": 2, "seed": 0}
+    assert json.loads((halves.directory / "step.json").read_text()) == {"step": 2, "seed": 0, "processes": 1}
     train(halves)
     files = [sorted(path.name for path in job.directory.glob("*.safetensors")) for job in (whole, halves)]
     assert files[0] == files[1] == ["model-6.safetensors", "muon-0-6.safetensors"]
@@ -106,6 +109,20 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
     log = [json.loads(line) for line in (whole.directory / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [2, 4, 6]
     assert {"loss", "lens", "needle", "variable"} <= log[0].keys()
+
+
+def test_the_command_trains_and_goes_on(tmp_path: Path):
+    command = [sys.executable, "-m", "kvgraft.testbed.training", "--out", str(tmp_path)]
+    for until in (1, 2):
+        subprocess.run([*command, "--until", str(until)], check=True, capture_output=True, timeout=300)
+        assert json.loads((tmp_path / "step.json").read_text()) == {"step": until, "seed": 0, "processes": 2}
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "model-2.safetensors", "muon-0-2.safetensors", "muon-1-2.safetensors",
+    ]  # fmt: skip
+    wide = {**os.environ, "COLUMNS": "400"}
+    refused = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=300, env=wide)
+    assert refused.returncode == 2
+    assert "holds a run of" in refused.stderr
 
 
 def test_export_is_a_hugging_face_directory(short: None, tmp_path: Path):

@@ -1,61 +1,8 @@
 """`python -m kvgraft.testbed.training`: train the testbed model, or go on where a run was stopped."""
 
-import os
-import socket
-from pathlib import Path
-from typing import Annotated
-
-import torch.multiprocessing as multiprocessing
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvgraft.testbed.training.curriculum import STAGES
-from kvgraft.testbed.training.export import export
-from kvgraft.testbed.training.trainer import Job, make_config, train
-
-MODEL = "model"  # directory of the exported model
-ALLOCATOR = {  # keep freed memory: a training step allocates and frees the same blocks as the one before
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28),
-}  # fmt: skip
-
-
-def main(
-    out: Annotated[Path, typer.Option(help="Directory of checkpoints, log and, in the end, the model.")],
-    seed: Annotated[int, typer.Option(help="Of the starting weights and of all texts.")] = 0,
-    processes: Annotated[int, typer.Option(help="Of one thread each; more make larger batches.")] = 2,
-) -> None:
-    """Train the testbed model from scratch (about an hour on two cores); started again, it goes on."""
-    if processes < 1:
-        raise typer.BadParameter(f"processes must be at least 1, got {processes}")
-    out.mkdir(parents=True, exist_ok=True)
-    job = Job(out, seed, processes)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update({**ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    multiprocessing.spawn(_work, (job,), nprocs=processes)
-    weights = out / f"model-{sum(stage.steps for stage in STAGES)}.safetensors"
-    export(weights, make_config(), out / MODEL)
-    Console(stderr=True).print(f"{out / MODEL}: the model; {out / 'log.jsonl'}: how it learned")
-
-
-def _work(rank: int, job: Job) -> None:
-    if rank:
-        train(job, rank)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("training", total=sum(stage.steps for stage in STAGES), said="")
-
-        def show(step: int, said: dict[str, float]) -> None:
-            progress.update(bar, completed=step)
-            if said:
-                progress.update(bar, said=f"length {said['length']:.0f}, loss {said['loss']:.2f}")
-
-        train(job, rank, show)
-
+from kvgraft.testbed.training.command import main
 
 if __name__ == "__main__":
     typer.run(main)

@@ -37,3 +37,8 @@ STAGES = (
 )
 WARM_UP_STEPS = 60
 LAST_RATE = 1e-4
+
+
+def num_steps() -> int:
+    """Of all stages."""
+    return sum(stage.steps for stage in STAGES)

@@ -34,11 +34,39 @@ OTHER_RATE = 0.4  # of embeddings and norms, as a share of the matrices'
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; `directory` holds its checkpoint and its log."""
+    """One training run; `directory` holds its checkpoint and log. `until`: stop after this step (None: the last)."""
 
     directory: Path
     seed: int = 0
     num_processes: int = 2
+    until: int | None = None
+
+    @property
+    def last_step(self) -> int:
+        """Where it stops."""
+        return min(self.until or curriculum.num_steps(), curriculum.num_steps())
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What all parts of one run share."""
+        return {"seed": self.seed, "processes": self.num_processes}
+
+    def checkpoint(self) -> int:
+        """The step of its checkpoint, 0 without one.
+
+        Raises:
+            ValueError: the directory holds another run.
+        """
+        found = self.directory / "step.json"
+        if not found.exists():
+            return 0
+        stored = json.loads(found.read_text())
+        step = int(stored.pop("step"))
+        if stored != self.identity:
+            raise ValueError(
+                f"{self.directory} holds a run of {stored}, not of {self.identity}: choose another directory"
+            )
+        return step
 
 
 def make_config() -> LlamaConfig:
@@ -71,7 +99,7 @@ def train(job: Job, rank: int = 0, on_step: Callable[[int, dict[str, float]], No
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         dist.init_process_group("gloo", rank=rank, world_size=job.num_processes)
     trainer = _Trainer(job, rank)
-    while trainer.step < sum(stage.steps for stage in curriculum.STAGES):
+    while trainer.step < job.last_step:
         said = trainer.advance()
         if on_step:
             on_step(trainer.step, said)
@@ -185,16 +213,15 @@ class _Trainer:
         if self.job.num_processes > 1:
             dist.barrier()
         if self.rank == 0:
-            (self.job.directory / "step.json").write_text(json.dumps({"step": self.step, "seed": self.job.seed}))
+            (self.job.directory / "step.json").write_text(json.dumps({"step": self.step, **self.job.identity}))
             for old in self.job.directory.glob("*.safetensors"):
                 if int(old.stem.rsplit("-", 1)[1]) < self.step:
                     old.unlink()
 
     def _resume(self) -> None:
-        found = self.job.directory / "step.json"
-        if not found.exists():
+        self.step = self.job.checkpoint()
+        if not self.step:
             return
-        self.step = json.loads(found.read_text())["step"]
         state = load_file(self.job.directory / f"model-{self.step}.safetensors")
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
