@@ -7,20 +7,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvgraft.testbed import MODEL_DIR, vocabulary
-from kvgraft.testbed.tasks import (
-    NEEDLES,
-    POLLED,
-    Facts,
-    Question,
-    Resolved,
-    ask,
-    is_code,
-    make_documents,
-    make_glossary,
-    read,
-    resolve,
-    together,
-)
+from kvgraft.testbed.documents import POLLED, Facts, make_documents, make_glossary
+from kvgraft.testbed.tasks import NEEDLES, Question, Resolved, ask, is_code, read, resolve, together
 
 FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2, poll=2)
 COLOURS = vocabulary.COLOURS[:3]

@@ -24,7 +24,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive
 from kvgraft.segments.prompt import Part, Segment
 from kvgraft.testbed import tasks
-from kvgraft.testbed.tasks import Facts
+from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 
 TOP_SHARE = 0.03  # of the tokens, that a layer holds for the most important
 ENOUGH = 0.75  # of the needles that the best layer finds
@@ -100,10 +100,8 @@ def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list
     was read without that instruction; the cue (the instruction) stands before the text, or behind it."""
     rng = Random(seed)  # noqa: S311
     colours = ["grey", "violet", "teal"]
-    [text] = tasks.make_documents(
-        rng, Facts(glossary=1, needle=3), orders=[(0,)], num_tokens=num_tokens, colours=colours
-    )
-    notes = tasks.make_glossary(rng, colours, len(colours))
+    [text] = make_documents(rng, Facts(glossary=1, needle=3), orders=[(0,)], num_tokens=num_tokens, colours=colours)
+    notes = make_glossary(rng, colours, len(colours))
     [question] = [q for q in tasks.read((notes, text)) if q.task == "glossary"]
     words = text.split()
     fact = ["paint", "of", tasks.key_of(question), "is"]

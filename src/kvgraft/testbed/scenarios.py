@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
-from kvgraft.testbed.tasks import Facts, Order, Question, Task, make_documents, make_glossary, read
+from kvgraft.testbed.documents import Facts, Order, make_documents, make_glossary
+from kvgraft.testbed.tasks import Question, Task, read
 from kvgraft.testbed.vocabulary import COLOURS
 
 Segments = tuple[str, ...]

@@ -12,7 +12,8 @@ from random import Random
 
 from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite, arrange, read_before
 from kvgraft.testbed import tasks, vocabulary, wording
-from kvgraft.testbed.tasks import Facts, Question
+from kvgraft.testbed.documents import Facts, make_documents, make_glossary
+from kvgraft.testbed.tasks import Question
 from kvgraft.testbed.wording import Frame
 
 _FACTS = {  # kind of question -> words that one of its facts takes, and the most that there may be
@@ -72,7 +73,7 @@ def _write(rng: Random, shape: Shape, pattern: Pattern, task: str, wanted: tuple
     words = shape.length - 60  # for the instruction, the question and what frames add
     orders = [tuple(range(shape.num_segments))]
     facts = _facts(rng, wanted, words)
-    documents = tasks.make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
+    documents = make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
     segments = tuple(wording.frame(rng, documents, frame))
     instructions = [_instruct(rng, colours, frame) for _ in range(shape.num_segments + 1)]
     notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
@@ -100,7 +101,7 @@ def _facts(rng: Random, wanted: tuple[str, ...], words: int) -> Facts:
 
 def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
     """Notes of different lengths, so that what follows stands at another position."""
-    glossary = tasks.make_glossary(rng, rng.sample(colours, len(colours)), rng.randint(6, 8))
+    glossary = make_glossary(rng, rng.sample(colours, len(colours)), rng.randint(6, 8))
     return f"<system> : {glossary}" if frame == "chat" else glossary
 
 

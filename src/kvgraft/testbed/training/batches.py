@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.testbed import tasks, vocabulary, wording
-from kvgraft.testbed.tasks import Facts, Question, Task
+from kvgraft.testbed.documents import Facts, make_documents, make_glossary
+from kvgraft.testbed.tasks import Question, Task
 from kvgraft.testbed.training.curriculum import Stage
 
 IDS = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}
@@ -109,10 +110,8 @@ def _write(rng: Random, stage: Stage, length: int) -> _Sequence:
     facts, colours = _choose(rng, stage, budget)
     num_documents = rng.randint(2, 3 if length <= 256 else 8)
     order = tuple(range(num_documents))
-    documents = tasks.make_documents(
-        rng, facts, orders=[order], num_tokens=budget, colours=colours, max_hops=stage.max_hops
-    )
-    segments = [tasks.make_glossary(rng, colours, len(colours)), *documents] if colours else list(documents)
+    documents = make_documents(rng, facts, orders=[order], num_tokens=budget, colours=colours, max_hops=stage.max_hops)
+    segments = [make_glossary(rng, colours, len(colours)), *documents] if colours else list(documents)
     framed = wording.frame(rng, segments, rng.choice(wording.FRAMES)) if length > 128 else segments
     sequence = _Sequence(length)
     if rng.random() < 0.5:
