@@ -1,6 +1,6 @@
 """The experiments behind docs/results/quality.md: answers of every method on the testbed's task suites.
 
-    python benchmarks/quality.py                    all of them (hours)
+    python benchmarks/quality.py                    all of them (an hour)
     python benchmarks/quality.py main lengths       some
 
 Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. The texts have seeds that
@@ -25,7 +25,9 @@ from kvgraft.testbed import MODEL_DIR
 
 HELD_BACK_SEED = 1000
 NUM_LAYERS = 8
+SEGMENTS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
+NEEDLE_TEXTS = 40
 METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
 WORK = (0.05, 0.10, 0.20, 0.35)
@@ -38,12 +40,9 @@ class Experiment:
 
     methods: tuple[str, ...] = ()
     families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    suites: str = "all"
     lengths: tuple[int, ...] = (1024,)
     items: int = 12
-    patterns: tuple[str, ...] = PATTERNS
     host: str = "native"
-    segments: int = 8
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -142,9 +141,12 @@ def main() -> None:
     for name in arguments.names:
         if name not in (*EXPERIMENTS, "layers"):
             parser.error(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}, layers")
-    for name in arguments.names or (*EXPERIMENTS, "layers"):
+    names = arguments.names or [*EXPERIMENTS, "layers"]
+    if "vllm" in names:  # is compared with the native host
+        names = ["native", *(name for name in names if name != "native")]
+    for name in names:
         if name == "layers":
-            _layers(arguments.model, arguments.out)
+            _layers(arguments)
         else:
             _run(name, EXPERIMENTS[name], arguments)
 
@@ -152,8 +154,8 @@ def main() -> None:
 def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> None:
     console, out = Console(), arguments.out / name
     settings = Settings(
-        find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments,
-        experiment.patterns, arguments.items or experiment.items, arguments.seed,
+        find_suites("all"), experiment.policies, experiment.lengths, SEGMENTS, PATTERNS,
+        arguments.items or experiment.items, arguments.seed,
     )  # fmt: skip
     with (
         _open(experiment.host, arguments.model) as host,
@@ -216,7 +218,7 @@ def _paper_tables(rows: Sequence[Row]) -> str:
 
 
 def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
-    """Scores in both hosts on the same prompts, and how many answers are equal word for word."""
+    """A table of both hosts' scores on the same prompts, and of how many answers are equal word for word."""
     here = {(row.cluster, row.number, row.policy): row.answer.text.split() for row in native}
     lines = []
     for a, b in zip(results.summarise(native, "all"), results.summarise(vllm, "all"), strict=True):
@@ -227,7 +229,7 @@ def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
             f"{same} of {len(theirs)} | {a.work:.1%} | {b.work:.1%} |"
         )
     return "\n".join([
-        "# The same prompts in both hosts", "", "`python benchmarks/quality.py native vllm`", "",
+        "# The same prompts in both hosts", "", "`python benchmarks/quality.py vllm`", "",
         "| policy | native | vllm | same answer | work, native | work, vllm |", "|---|---|---|---|---|---|", *lines, "",
     ])  # fmt: skip
 
@@ -236,12 +238,13 @@ def _open(host: str, model: Path) -> AbstractContextManager[Host]:
     return open_host(host, model, dtype="float32", device="cpu", kv_gib=2.0)
 
 
-def _layers(model: Path, out: Path) -> None:
+def _layers(arguments: argparse.Namespace) -> None:
     """Figures 5 and 6: in which layer each signal finds the needle, over many texts, and one of them drawn."""
-    with _open("native", model) as host, progress_bar(Console(stderr=True), "layers") as on_progress:
+    seeds = range(arguments.seed, arguments.seed + (arguments.items or NEEDLE_TEXTS))
+    with _open("native", arguments.model) as host, progress_bar(Console(stderr=True), "layers") as on_progress:
         engine = host.engine  # type: ignore[attr-defined]
-        found = layers.survey(engine, range(HELD_BACK_SEED, HELD_BACK_SEED + 40), on_progress)
-        layers.draw(engine, HELD_BACK_SEED, out)
+        found = layers.survey(engine, seeds, on_progress)
+        layers.draw(engine, arguments.seed, arguments.out)
     Console().print(layers.render(found))
 
 
