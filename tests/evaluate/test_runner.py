@@ -3,9 +3,11 @@
 import csv
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvgraft import Engine
@@ -172,6 +174,14 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
     pictures.append(plots.write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_host_does_not_tell_is_a_dash(rows: list[Row]):
+    silent = [msgspec.structs.replace(row, answer=replace(row.answer, flops=0, distances={})) for row in rows]
+    [header, *lines] = results.overview_table(results.summarise(silent, "all"))
+    for line in lines:
+        shown = dict(zip(header, line, strict=True))
+        assert (shown["FLOPs"], shown["KL"], shown["top-1"]) == ("-", "-", "-")
 
 
 def test_the_fewer_are_columns(rows: list[Row]):

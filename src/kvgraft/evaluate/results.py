@@ -4,6 +4,7 @@ import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import StringIO
+from math import isnan
 from pathlib import Path
 from statistics import mean, median
 
@@ -131,10 +132,16 @@ def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     header = ["policy", "score", "95 %", "of full", "redone", "work", "FLOPs", "TTFT ms", "faster", "KL", "top-1"]
     lines = [
         [s.policy, f"{s.score:.3f}", f"{s.low:.3f}-{s.high:.3f}", f"{s.of_full:.3f}", f"{s.recomputed:.1%}",
-         f"{s.work:.1%}", f"{s.flops:.1%}", f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}", f"{s.kl:.3f}", f"{s.top1:.3f}"]
+         f"{s.work:.1%}", _known(s.flops, ".1%"), f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}",
+         _known(s.kl, ".3f"), _known(s.top1, ".3f")]
         for s in summaries
     ]  # fmt: skip
     return [header, *lines]
+
+
+def _known(value: float, form: str) -> str:
+    """`-` for what the host does not tell."""
+    return "-" if isnan(value) else format(value, form)
 
 
 LEGEND = (
