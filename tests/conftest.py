@@ -1,9 +1,13 @@
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
 from models import FAMILIES, make_model

@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def finish(decoder: Decoder, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    return decoder.feed_forward(layer, decoder.add_attention(layer, hidden, attended))
+
+
 def dense_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """The whole model with plain causal attention: token ids [n] -> logits [n, V]."""
     config = decoder.config
@@ -48,7 +52,7 @@ def dense_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     for layer in range(config.num_layers):
         q, k, v = (x.transpose(0, 1) for x in decoder.project(layer, hidden, cos, sin))  # [H, n, d]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        hidden = decoder.finish(layer, hidden, attended.transpose(0, 1).flatten(1))
+        hidden = finish(decoder, layer, hidden, attended.transpose(0, 1).flatten(1))
     return decoder.logits(hidden)
 
 
@@ -101,8 +105,8 @@ def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict
     rows = torch.tensor([3, 30, 17])
     cos, sin = config.rope.table(torch.arange(40))
     for whole, part in zip(
-        (*decoder.project(1, hidden, cos, sin), decoder.finish(1, hidden, attended)),
-        (*decoder.project(1, hidden[rows], cos[rows], sin[rows]), decoder.finish(1, hidden[rows], attended[rows])),
+        (*decoder.project(1, hidden, cos, sin), finish(decoder, 1, hidden, attended)),
+        (*decoder.project(1, hidden[rows], cos[rows], sin[rows]), finish(decoder, 1, hidden[rows], attended[rows])),
         strict=True,
     ):
         torch.testing.assert_close(whole[rows], part, atol=1e-5, rtol=1e-5)
@@ -116,7 +120,7 @@ def test_no_rows(model_dirs: dict[str, Path]) -> None:
     hidden = decoder.embed(tokens(0))
     q, k, v = decoder.project(0, hidden, cos, sin)
     assert (q.shape, k.shape, v.shape) == ((0, 4, 32), (0, 2, 32), (0, 2, 32))
-    assert decoder.logits(decoder.finish(0, hidden, q.flatten(1))).shape == (0, VOCAB_SIZE)
+    assert decoder.logits(finish(decoder, 0, hidden, q.flatten(1))).shape == (0, VOCAB_SIZE)
 
 
 def test_tied_head_shares_memory_unless_one_is_stored(tmp_path: Path) -> None:

@@ -233,8 +233,9 @@ class Broken(Policy):
 
 def test_a_failing_policy_leaves_no_request_half_prefilled(model_dirs: dict[str, Path]):
     """A step that another stream drives admits the broken request; it must not go on to decode unwritten pages."""
-    engine = Engine(model_dirs["llama"], dtype="float32", max_prefill_tokens=25, poison_dropped_pages=True)
-    first = engine.stream([request(20, 1, max_tokens=30), Request(tokens(20, 2), Broken())])
+    engine = Engine(model_dirs["llama"], dtype="float32", max_prefill_tokens=32, poison_dropped_pages=True)
+    engine.generate([request(32, 9)])
+    first = engine.stream([request(30, 1, max_tokens=30), Request([7, *tokens(32, 9)], Broken())])
     next(first)
     with pytest.raises(ArithmeticError, match="a mistake of its author"):
         next(engine.stream([request(20, 3)]))

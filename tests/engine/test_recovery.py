@@ -183,7 +183,7 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     scope = engine._scope("default")
     slots = index.match(np.array(known, np.int64), scope)[0].source_slots(16)
     unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
-    deep = cache.values[2:]
+    deep = cache.values[2 * 2 :]  # streams of the layers from the third on
     for place, changes in ((unrelated, False), (slots, True)):
         saved = deep[:, place].clone()
         deep[:, place] = 3.0
@@ -225,7 +225,7 @@ def test_non_finite_grafts_fall_back_to_full_prefill(engine: Engine):
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
     ask(engine, known, Full())
     expected = truth(engine, prompt)
-    engine.memory.cache.values[-1, :] = float("nan")
+    engine.memory.cache.values[-2:, :] = float("nan")  # the last layer
     count = engine.memory.fallbacks["non_finite"]
     result = ask(engine, prompt, Naive(), remember=False)
     assert result.report.fallback == "non_finite"

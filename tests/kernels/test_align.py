@@ -1,4 +1,3 @@
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -10,8 +9,6 @@ from kvgraft.kernels.dispatch import align_copy, kernel
 from kvgraft.kv.rope import Rope, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernel's own module is imported
 
 IMPLEMENTATIONS = ["reference", "cpu"]
 if find_spec("triton"):

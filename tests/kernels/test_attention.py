@@ -1,11 +1,13 @@
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from kvgraft.kernels.dispatch import attention_mass, varlen_attention
-from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kernels.dispatch import attention_mass, segpaged_attention
+from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, LayerHeads
 
+IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
 SHAPES = [(1, 1, 32), (8, 2, 64), (6, 3, 80), (4, 4, 16)]  # query heads, key heads, head size
 POSITIONS = {
     "from the start": [range(63)],
@@ -18,59 +20,130 @@ POSITIONS = {
 }
 
 
-def pool(heads: int, size: int, dtype: torch.dtype, num_slots: int = 4096) -> torch.Tensor:
-    cache = torch.full((num_slots, heads, size), float("nan"), dtype=dtype)
-    return cache
+NUM_SLOTS, SINKS, WINDOW = 4096, 3, 40
 
 
-def layout_of(kind: str, seed: int = 0) -> VarlenLayout:
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(4096, generator=generator)
+def layout_of(kind: str, num_lists: int = 1, in_order: bool = False) -> AttentionLayout:
+    """Every list has its own slots of every prompt, shuffled or in one stretch."""
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.arange(NUM_SLOTS) if in_order else torch.randperm(NUM_SLOTS, generator=generator)
     positions, tables, used = [], [], 0
     for given in POSITIONS[kind]:
         position = torch.tensor(list(given), dtype=torch.int64)
         length = int(position[-1]) + 1 if position.numel() else 4
         positions.append(position)
-        tables.append(slots[used : used + length])
-        used += length
-    return VarlenLayout.of(positions, tables)
+        tables.append(slots[used : used + num_lists * length].view(num_lists, length).clone())
+        used += num_lists * length
+    return AttentionLayout.of(positions, tables, SINKS, WINDOW)
+
+
+def give_back(layout: AttentionLayout, page_list: int) -> None:
+    """Take from a list of every prompt what lies behind the sinks and before the windows of its queries."""
+    for context in layout.contexts:
+        context.slots[page_list, SINKS : max(SINKS, int(context.positions[0]) - WINDOW + 1)] = -1
+
+
+def filled(layout: AttentionLayout, heads: LayerHeads, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Keys and values [streams, slots, d]: NaN wherever no head may look."""
+    pools = [torch.full((max(heads.streams) + 1, NUM_SLOTS, size), float("nan"), dtype=dtype) for _ in range(2)]
+    for context in layout.contexts:
+        here, at = torch.arange(context.seen), context.positions[:, None]
+        for stream, page_list, local in zip(heads.streams, heads.page_lists, heads.local, strict=True):
+            seen = here <= at
+            if local:
+                seen &= (here < SINKS) | (here > at - WINDOW)
+            slots = context.slots[page_list, : context.seen][seen.any(0)]
+            for pool in pools:
+                pool[stream, slots[slots >= 0]] = torch.randn(int((slots >= 0).sum()), size).to(dtype)
+    return pools
+
+
+def dense_heads(count: int) -> LayerHeads:
+    return LayerHeads(tuple(range(count)), (0,) * count, (False,) * count)
+
+
+def check(layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dtype: torch.dtype, name: str) -> None:
+    torch.manual_seed(1)
+    query_heads, size = shape
+    keys, values = filled(layout, heads, size, dtype)
+    query = torch.randn(layout.query_positions.numel(), query_heads, size).to(dtype)
+    arguments = (query, keys, values, heads, layout, size**-0.5)
+    expected = segpaged_attention(*arguments, implementation="reference")
+    actual = segpaged_attention(*arguments, implementation=name)
+    assert torch.isfinite(expected).all()
+    if dtype is torch.float32:
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    else:
+        similar = torch.nn.functional.cosine_similarity(actual.float().flatten(1), expected.float().flatten(1))
+        assert float(similar.min()) > 0.9999
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_cpu_equals_reference_and_reads_nothing_else(kind: str, shape: tuple[int, int, int], dtype: torch.dtype):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dense_heads_equal_the_reference_and_read_nothing_else(
+    kind: str, shape: tuple[int, int, int], in_order: bool, dtype: torch.dtype, implementation: str
+):
     query_heads, key_heads, size = shape
+    layout = layout_of(kind, in_order=in_order)
+    check(layout, dense_heads(key_heads), (query_heads, size), dtype, implementation)
+
+
+HEADS = {
+    "one list a class": LayerHeads((4, 0, 1), (0, 1, 1), (False, True, True)),
+    "heads out of order": LayerHeads((2, 7, 1), (0, 2, 0), (False, True, False)),
+    "local heads of a common list": LayerHeads((0, 1, 2), (0, 0, 0), (True, False, True)),
+    "all local": LayerHeads((0, 0, 0), (0, 1, 2), (True, True, True)),
+    "a promoted head": LayerHeads((0, 0, 1), (0, 1, 1), (False, False, True)),  # local list, sees all that is left
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_of_two_classes_equal_masked_dense_attention(
+    kind: str, heads: LayerHeads, dtype: torch.dtype, implementation: str
+):
+    layout = layout_of(kind, num_lists=3)
+    for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
+        give_back(layout, page_list)
+    check(layout, heads, (6, 80), dtype, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_long_context_is_shared_by_the_cores(in_order: bool, implementation: str):
+    positions = [torch.tensor([LONG_CONTEXT + 100]), torch.tensor([12])]
+    slots = torch.arange(LONG_CONTEXT + 200) if in_order else torch.randperm(LONG_CONTEXT + 200)
+    layout = AttentionLayout.of(positions, [slots[None, 20:], slots[None, :20]])
     torch.manual_seed(1)
-    layout = layout_of(kind)
-    keys, values = pool(key_heads, size, dtype), pool(key_heads, size, dtype)
-    for context in layout.contexts:  # every other slot stays NaN
-        seen = context.slots[: int(context.positions[-1]) + 1]
-        keys[seen] = torch.randn(len(seen), key_heads, size).to(dtype)
-        values[seen] = torch.randn(len(seen), key_heads, size).to(dtype)
-    query = torch.randn(layout.query_positions.numel(), query_heads, size).to(dtype)
-    scale = size**-0.5
-    expected = varlen_attention(query, keys, values, layout, scale, implementation="reference")
-    actual = varlen_attention(query, keys, values, layout, scale)
-    assert torch.isfinite(expected).all()
-    tolerance = 2e-6 if dtype is torch.float32 else 2e-2  # bf16 keeps 8 bits of values of order 1
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    keys, values = torch.randn(2, 2, LONG_CONTEXT + 200, 16)
+    arguments = (torch.randn(2, 6, 16), keys, values, dense_heads(2), layout, 0.25)
+    expected = segpaged_attention(*arguments, implementation="reference")
+    actual = segpaged_attention(*arguments, implementation=implementation)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_reference_equals_attention_written_out():
     torch.manual_seed(2)
-    keys, values, query = torch.randn(3, 1, 4), torch.randn(3, 1, 4), torch.randn(1, 2, 4)
-    layout = VarlenLayout.of([torch.tensor([1])], [torch.tensor([2, 0, 1])])
-    actual = varlen_attention(query, keys, values, layout, 0.5, implementation="reference")
-    for head in range(2):
-        weights = [math.exp(0.5 * float(query[0, head] @ keys[slot, 0])) for slot in (2, 0)]
-        expected = (weights[0] * values[2, 0] + weights[1] * values[0, 0]) / sum(weights)
-        torch.testing.assert_close(actual[0, head], expected)
+    keys, values, query = torch.randn(1, 4, 4), torch.randn(1, 4, 4), torch.randn(1, 2, 4)
+    for window, seen in ((9, (2, 0, 3)), (1, (2, 3))):
+        layout = AttentionLayout.of([torch.tensor([2])], [torch.tensor([[2, 0, 3]])], sinks=1, window=window)
+        heads = LayerHeads((0,), (0,), (True,))
+        actual = segpaged_attention(query, keys, values, heads, layout, 0.5, implementation="reference")
+        for head in range(2):
+            weights = [math.exp(0.5 * float(query[0, head] @ keys[0, slot])) for slot in seen]
+            expected = sum(w * values[0, slot] for w, slot in zip(weights, seen, strict=True)) / sum(weights)
+            torch.testing.assert_close(actual[0, head], expected)
 
 
 def test_no_queries_at_all():
-    layout = VarlenLayout.of([torch.zeros(0, dtype=torch.int64)], [torch.arange(4)])
-    assert varlen_attention(torch.zeros(0, 2, 8), torch.zeros(8, 1, 8), torch.zeros(8, 1, 8), layout, 1.0).shape[0] == 0
+    layout = AttentionLayout.of([torch.zeros(0, dtype=torch.int64)], [torch.arange(4)[None]])
+    pools = torch.zeros(2, 1, 8, 8)
+    assert segpaged_attention(torch.zeros(0, 2, 8), *pools, dense_heads(1), layout, 1.0).shape[0] == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,5 +171,5 @@ def test_mass_is_reduced_by_sum_or_max():
 
 
 def test_runs_are_pseudo_sequences():
-    context = VarlenLayout.of([torch.tensor([0, 1, 4, 7, 8, 9])], [torch.arange(10)]).contexts[0]
+    context = AttentionLayout.of([torch.tensor([0, 1, 4, 7, 8, 9])], [torch.arange(10)[None]]).contexts[0]
     assert context.runs == [(0, 2), (2, 3), (3, 6)]

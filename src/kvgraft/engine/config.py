@@ -99,10 +99,14 @@ class ModelConfig:
         return 2 * self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
-    def layer_flops(self) -> int:
-        """Those of one token in one layer, but for its attention to other tokens."""
-        output = 2 * self.num_heads * self.head_dim * self.hidden_size
-        return self.project_flops + output + 6 * self.hidden_size * self.intermediate_size
+    def output_flops(self) -> int:
+        """Those to project one token's attention output in one layer."""
+        return 2 * self.num_heads * self.head_dim * self.hidden_size
+
+    @property
+    def ffn_flops(self) -> int:
+        """Those of one token's FFN in one layer."""
+        return 6 * self.hidden_size * self.intermediate_size
 
     @property
     def attention_flops(self) -> int:

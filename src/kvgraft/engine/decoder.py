@@ -1,6 +1,7 @@
 """A dense Llama, Mistral, Qwen2 or Qwen3 decoder over rows of hidden states.
 
-It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `finish`.
+It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `add_attention` and
+`feed_forward`.
 The rows of a call are independent, so they may belong to any tokens of any requests.
 """
 
@@ -58,10 +59,14 @@ class Decoder:
         q, k = rotate(qk, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
         return q, k, v
 
-    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> hidden states [n, D] leaving it."""
+    def add_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that enter its FFN [n, D]."""
         weights = self.weights.layers[layer]
-        hidden = F.linear(attended, weights.out, weights.out_bias).add_(hidden)
+        return F.linear(attended, weights.out, weights.out_bias).add_(hidden)
+
+    def feed_forward(self, layer: int, hidden: Tensor) -> Tensor:
+        """Hidden states [n, D] after the attention of `layer` -> those that leave it [n, D]."""
+        weights = self.weights.layers[layer]
         normed = self._norm(hidden, weights.post_norm)
         gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)  # [n, F] each
         inner = F.silu(gate, inplace=True).mul_(up)

@@ -1,11 +1,13 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 
 import torch
 
+from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.request import Event, Request, RequestError, Result
@@ -14,6 +16,7 @@ from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
 from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.kv.cache import KVCache
+from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
@@ -21,6 +24,8 @@ from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.prompt import split_at_anchors, tokenise
 
+logger = logging.getLogger("kvgraft")
+MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,7 +41,11 @@ class Engine:
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
-        max_prefill_tokens: prompt tokens that one step may take up.
+        max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
+        head_map: classes of the KV heads, for policies that work head by head: a map, or the path of one; None takes
+            `heads.json` of the model directory, if there is one (`kvgraft profile-heads` makes it).
+        head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers then are those of the
+            sparser model that the map describes.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
@@ -62,6 +71,8 @@ class Engine:
         max_length: int | None = None,
         policy: str | Policy = DEFAULT_POLICY,
         max_prefill_tokens: int = 8192,
+        head_map: str | Path | HeadMap | None = None,
+        head_paging: bool = False,
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         anchors: Items[str] = (),
@@ -88,18 +99,27 @@ class Engine:
         self.max_length = max_length or config.max_position
         if not 1 < self.max_length <= config.max_position:
             raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
-        shape = (config.num_kv_heads, config.head_dim, self.decoder.dtype)
+        self.head_map = _load_head_map(head_map, Path(model_dir), config)
+        layout = StreamLayout.dense(config.num_layers, config.num_kv_heads)
+        self._model = f"{config.identity}/{self.decoder.dtype}"
+        if head_paging:
+            if self.head_map is None:
+                raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
+            layout = StreamLayout.by_class(self.head_map)
+            self._model += f"/{self.head_map.digest}"
+        shape = (block_size, config.head_dim, self.decoder.dtype)
         if num_pages is None:
-            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(config.num_layers, block_size, *shape)
-            num_pages = min(fitting, 8 * -(-self.max_length // block_size))
+            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(layout, *shape)
+            num_pages = min(fitting, 8 * layout.num_lists * -(-self.max_length // block_size))
         pool = PagePool(num_pages, block_size)
-        cache = KVCache(config.num_layers, num_pages, block_size, *shape, self.decoder.device)
+        cache = KVCache(layout, num_pages, *shape, self.decoder.device)
         if poison_dropped_pages:
             cache.poison(range(num_pages))
             pool.on_drop = cache.poison
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
-        self.memory = Memory(pool, cache, self.frozen, approximate_sources, require_clean_context)
-        self.scheduler = Scheduler(self.decoder, self.memory, max_prefill_tokens)
+        chunk = -(-max_prefill_tokens // block_size) * block_size
+        self.memory = Memory(pool, cache, self.frozen, chunk, approximate_sources, require_clean_context)
+        self.scheduler = Scheduler(self.decoder, self.memory, self.head_map)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
@@ -131,7 +151,7 @@ class Engine:
         if result.error:
             raise RequestError(result.error)
         pages = self.memory.find_prefix(self.token_ids(request), self._scope(request.namespace))
-        return self.frozen.insert(name, request.namespace, pages)
+        return self.frozen.insert(name, request.namespace, self.memory.payload(pages))
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests and the frozen pool hold."""
@@ -140,7 +160,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
-        tables = [sequence.pages for sequence in self.scheduler.running]
+        tables = [s.lists.held for s in self.scheduler.running if s.lists is not None]
         self.memory.pool.check([*tables, *(entry.pages for entry in self.frozen.list())])
 
     def token_ids(self, request: Request) -> list[int]:
@@ -182,6 +202,8 @@ class Engine:
         try:
             policy = self.policy if request.policy is None else _as_policy(request.policy)
             tokens = self.token_ids(request)
+            if policy.needs_head_map and self.head_map is None:
+                raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
         except (ValueError, TypeError) as error:
             raise RequestError(f"request {index}: {error}") from error
         sampling = request.sampling
@@ -192,7 +214,7 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _scope(self, namespace: str) -> bytes:
-        return scope_digest(f"{self.config.identity}/{self.decoder.dtype}", namespace)
+        return scope_digest(self._model, namespace)
 
 
 def _check_device(name: str) -> None:
@@ -200,6 +222,22 @@ def _check_device(name: str) -> None:
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         raise ValueError(f"device {name!r} is not available: choose from {available}")
+
+
+def _load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: ModelConfig) -> HeadMap | None:
+    """The map that was given, or that lies beside the weights; if that does not fit them, none."""
+    beside = model_dir / HEAD_MAP_FILE
+    if given is None and not beside.is_file():
+        return None
+    head_map = given if isinstance(given, HeadMap) else HeadMap.load(given or beside)
+    try:
+        head_map.check(config.identity, config.num_layers, config.num_kv_heads)
+    except ValueError as error:
+        if given is not None:
+            raise
+        logger.warning("%s is not used: %s", beside, error)
+        return None
+    return head_map
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -4,11 +4,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvgraft.engine.sequence import Sequence
-from kvgraft.kv.cache import KVCache, slots_of
+from kvgraft.kv.cache import KVCache
+from kvgraft.kv.lists import LocalPages, PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
@@ -19,10 +23,26 @@ logger = logging.getLogger("kvgraft")
 NEVER = 1 << 62  # a position behind every token
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """What a sequence takes of what is cached.
+
+    Attributes:
+        hits: block -> page of the first list, exact.
+        matches: what is grafted.
+        copied: hit blocks whose local pages are copied: those that local heads see.
+    """
+
+    hits: dict[int, int]
+    matches: list[Match]
+    copied: list[int]
+
+
 class Memory:
     """The page pool with everything that finds content in it.
 
     Args:
+        chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
         approximate_sources: let content computed after grafts be grafted again (off: exact content only).
         require_clean_context: graft only text that stood at the beginning of what it was read in.
     """
@@ -32,12 +52,15 @@ class Memory:
         pool: PagePool,
         cache: KVCache,
         frozen: FrozenPool,
+        chunk: int,
         approximate_sources: bool = False,
         require_clean_context: bool = False,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
+        self.chunk = chunk
+        self.local_pages = LocalPages(pool, cache.layout.num_local_lists)
         self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
         self.approximate_sources = approximate_sources
         self.require_clean_context = require_clean_context
@@ -54,24 +77,50 @@ class Memory:
             PoolExhausted: the sequence cannot fit even then.
         """
         start = time.perf_counter()
-        hits = self._exact_hits(sequence)
-        matches = self._matches(sequence, hits)
-        num_missing = -(-sequence.num_reserved // self.pool.block_size) - len(hits)
-        fits = self._pin(sequence, hits, matches, num_missing)
-        if not fits and idle and matches:
-            matches = []
+        reuse = self._find(sequence, sequence.policy.uses_grafts)
+        fits = self._pin(sequence, reuse)
+        if not fits and idle and reuse.matches:
+            reuse = self._find(sequence, grafts=False)
             self._note_fallback(sequence, "pool_pressure")
-            fits = self._pin(sequence, hits, matches, num_missing)
+            fits = self._pin(sequence, reuse)
         if not fits and idle:
             raise PoolExhausted(
-                f"{num_missing} pages needed, {self.pool.num_free} of {self.pool.num_pages} can be freed "
-                f"({len(self.frozen.pages)} are frozen): the KV pool must be larger"
+                f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of {self.pool.num_pages} can "
+                f"be freed ({len(self.frozen.pages)} are frozen): the KV pool must be larger"
             )
         if not fits:
             return False
-        self._start(sequence, hits, matches, self.pool.allocate(num_missing))
+        self._start(sequence, reuse)
         sequence.report.stages["match"] = time.perf_counter() - start
         return True
+
+    def reach(self, sequence: Sequence, plan: Plan) -> None:
+        """Have pages for what `plan` computes next; local heads leave behind what is not seen from there on."""
+        lists = sequence.lists
+        if lists is None or not self.cache.layout.num_local_lists:
+            return
+        active = plan.active.nonzero()[:, 0].numpy()
+        lists.leave_behind(self.pool, int(active[0]) if active.size else plan.num_tokens)
+        lists.add_local(self.pool, np.unique(active // self.pool.block_size))
+
+    def settle(self, sequence: Sequence) -> None:
+        """The prompt has been computed: local heads keep what an answer needs."""
+        if sequence.lists is not None and self.cache.layout.num_local_lists:
+            sequence.lists.leave_behind(self.pool, sequence.num_computed)
+            sequence.lists.settle(self.pool, self._num_local(sequence.lists.pages.shape[1]))
+
+    def step(self, sequence: Sequence) -> None:
+        """Have a page for the next position, after `settle`."""
+        block, offset = divmod(sequence.num_computed, self.pool.block_size)
+        if sequence.lists is not None and self.cache.layout.num_local_lists and not offset:
+            sequence.lists.leave_behind(self.pool, sequence.num_computed)
+            sequence.lists.add_local(self.pool, np.array([block]))
+
+    def source_slots(self, plan: Plan) -> Tensor:
+        """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
+        page, offset = np.divmod(plan.graft_sources.numpy(), self.pool.block_size)
+        pages = np.vstack((page[None], self.local_pages.of(page).T))  # [lists, g]
+        return torch.from_numpy(np.where(pages < 0, -1, pages * self.pool.block_size + offset))
 
     def unpin_sources(self, sequence: Sequence) -> None:
         """The grafts have been copied (or are not wanted any more)."""
@@ -93,27 +142,29 @@ class Memory:
         """
         size, first = self.pool.block_size, sequence.num_offered
         stop = sequence.num_computed // size
-        if not sequence.request.remember or stop <= first:
+        lists = sequence.lists
+        if not sequence.request.remember or stop <= first or lists is None:
             return
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
         is_exact = self._exact_blocks(sequence, stop)
         for block in range(first, stop):
             if is_exact[block]:
-                self.pool.publish(sequence.pages[block], chain[block])
+                self.pool.publish(int(lists.pages[0, block]), chain[block])
         while first < stop:
             last = first + 1
             while last < stop and is_exact[last] == is_exact[first]:
                 last += 1
-            self._insert(sequence, tokens, first, last, Lineage.EXACT if is_exact[first] else Lineage.APPROXIMATE)
+            self._insert(sequence, lists, tokens, range(first, last), is_exact[first])
             first = last
         sequence.num_offered = stop
 
     def release(self, sequence: Sequence) -> None:
-        """Give all its pages back."""
+        """Give all its pages back; it may be admitted again."""
         self.unpin_sources(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
+        if sequence.lists is not None:
+            self.pool.release(sequence.lists.held)
+        sequence.lists, sequence.num_computed, sequence.num_offered, sequence.last_entry = None, 0, 0, -1
 
     def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
         """Pages of the leading full blocks of a token sequence, as far as they are cached."""
@@ -124,11 +175,54 @@ class Memory:
             pages.append(page)
         return pages
 
-    def _pin(self, sequence: Sequence, hits: dict[int, int], matches: list[Match], num_missing: int) -> bool:
-        """Hold what the sequence reuses if `num_missing` more pages can be free then; sheds frozen pages of its own."""
-        sources = sorted({int(page) for match in matches for page in match.pages})
-        held = [*hits.values(), *sources]
-        namespace = sequence.request.namespace
+    def payload(self, pages: list[int]) -> list[int]:
+        """What is kept of the first pages of a text: those pages, and of local heads the sinks and the last window."""
+        blocks = np.arange(len(pages))
+        seen = self.cache.layout.seen(blocks, len(pages) * self.pool.block_size, self.pool.block_size)
+        local = self.local_pages.of(np.array(pages, np.int64)[seen])
+        return [*pages, *local[local >= 0].tolist()]
+
+    def _find(self, sequence: Sequence, grafts: bool) -> Reuse:
+        """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
+        known = self._exact_hits(sequence)
+        whole = np.fromiter(known, np.int64)[self.local_pages.complete(known.values())].tolist()
+        matches = self._matches(sequence, whole) if grafts else []
+        if matches:
+            return Reuse({block: known[block] for block in whole}, matches, whole)
+        layout, size, hits, copied = self.cache.layout, self.pool.block_size, {}, []
+        computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
+        for block in range(computed - 1, -1, -1):
+            seen = bool(layout.seen(np.array(block), computed * size, size))
+            if block not in known or (seen and block not in whole):
+                computed = block
+            else:
+                hits[block] = known[block]
+                copied += [block] if seen else []
+        return Reuse(dict(reversed(hits.items())), [], copied)
+
+    def _num_missing(self, sequence: Sequence, reuse: Reuse) -> int:
+        """Pages to be allocated."""
+        size = self.pool.block_size
+        num_blocks, prompt = -(-sequence.num_reserved // size), -(-sequence.num_prompt // size)
+        if not reuse.matches:
+            passing = self.cache.layout.window_blocks(size) + -(-self.chunk // size) + len(reuse.copied)
+            prompt = min(prompt, passing)
+        at_once = self.cache.layout.num_local_lists * prompt
+        return num_blocks - len(reuse.hits) + max(at_once, self._num_local(num_blocks))
+
+    def _num_local(self, num_blocks: int) -> int:
+        """Local pages of a sequence of so many blocks while it is answered."""
+        layout = self.cache.layout
+        return layout.num_local_lists * min(num_blocks, layout.window_blocks(self.pool.block_size))
+
+    def _pin(self, sequence: Sequence, reuse: Reuse) -> bool:
+        """Hold what the sequence reuses if all that is missing can be free then; sheds frozen pages of its own."""
+        pages = {int(page) for match in reuse.matches for page in match.pages}
+        owners = np.array([*pages, *(reuse.hits[block] for block in reuse.copied)], np.int64)
+        local = self.local_pages.of(owners)
+        sources = sorted(pages | set(local[local >= 0].tolist()))
+        held = [*reuse.hits.values(), *sources]
+        namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
         self.pool.acquire(held)
         if num_missing > self.pool.num_free + self.frozen.num_sheddable(namespace):
             self.pool.release(held)
@@ -138,14 +232,22 @@ class Memory:
         self._pinned[sequence] = sources
         return True
 
-    def _start(self, sequence: Sequence, hits: dict[int, int], matches: list[Match], fresh_pages: list[int]) -> None:
-        """Give the sequence its block table and its plan."""
-        unused = iter(fresh_pages)
-        num_blocks = len(hits) + len(fresh_pages)
-        sequence.pages = [hits[block] if block in hits else next(unused) for block in range(num_blocks)]
-        sequence.slots = slots_of(sequence.pages, self.pool.block_size).to(self.cache.keys.device)
-        sequence.first_approximate = matches[0].start if matches else NEVER
-        self._set_plan(sequence, Plan.for_prompt(sequence.num_prompt, self.pool.block_size, hits, matches))
+    def _start(self, sequence: Sequence, reuse: Reuse) -> None:
+        """Give the sequence its pages and its plan."""
+        size, layout = self.pool.block_size, self.cache.layout
+        num_blocks = -(-sequence.num_reserved // size)
+        unused = iter(self.pool.allocate(self._num_missing(sequence, reuse)))
+        lists = sequence.lists = PageLists(layout, num_blocks, size, self.cache.keys.device)
+        pages = [reuse.hits[block] if block in reuse.hits else next(unused) for block in range(num_blocks)]
+        lists.place(slice(0, 1), np.arange(num_blocks), np.array([pages]))
+        lists.spare = list(unused)
+        copied = np.array(reuse.copied, np.int64)
+        if layout.num_local_lists and copied.size:  # a local page belongs to one sequence, which gives it back
+            lists.add_local(self.pool, copied)
+            source = self.local_pages.of(lists.pages[0, copied])
+            self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
+        sequence.first_approximate = reuse.matches[0].start if reuse.matches else NEVER
+        self._set_plan(sequence, Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches))
 
     def _set_plan(self, sequence: Sequence, plan: Plan) -> None:
         sequence.plan = plan
@@ -163,18 +265,23 @@ class Memory:
         return {block: page for block, page in found if page is not None}
 
     def _matches(self, sequence: Sequence, hit_blocks: Iterable[int]) -> list[Match]:
-        if not sequence.policy.uses_grafts:
-            return []
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
-        return self.index.match(
+        matches = self.index.match(
             sequence.prompt,
             sequence.scope,
             free=free,
             allow_approximate=self.approximate_sources,
             require_clean_context=self.require_clean_context,
         )
+        if not (sequence.policy.grafts_local_heads and self.cache.layout.num_local_lists):
+            return matches
+        return [
+            part
+            for match in matches
+            for part in match.where(self.local_pages.complete(match.pages), self.pool.block_size)
+        ]
 
     def _exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
         """bool [count]: blocks before the first graft, and exact hits behind it."""
@@ -185,21 +292,23 @@ class Memory:
             is_exact[: hits.size] |= hits
         return is_exact
 
-    def _insert(self, sequence: Sequence, tokens: np.ndarray, first: int, last: int, lineage: Lineage) -> None:
-        if lineage is Lineage.APPROXIMATE and not self.approximate_sources:
+    def _insert(self, sequence: Sequence, lists: PageLists, tokens: np.ndarray, blocks: range, exact: bool) -> None:
+        """Name consecutive blocks of one lineage."""
+        if not (exact or self.approximate_sources):
             sequence.last_entry = -1
             return
-        size = self.pool.block_size
-        pages = np.array(sequence.pages[first:last], np.int32)
+        size, where = self.pool.block_size, slice(blocks.start, blocks.stop)
+        pages = lists.pages[0, where]
         self.pool.keep(pages.tolist())
+        self.local_pages.record(pages, lists.pages[1:, where])
         entries = self.index.insert(
-            tokens[first * size : last * size],
-            pages,
+            tokens[blocks.start * size : blocks.stop * size],
+            pages.astype(np.int32),
             self.pool.versions[pages],
             source=sequence.source,
-            source_start=first * size,
+            source_start=blocks.start * size,
             scope=sequence.scope,
-            lineage=lineage,
+            lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
             after=sequence.last_entry,
         )
         sequence.last_entry = int(entries[-1])

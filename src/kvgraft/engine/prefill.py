@@ -1,15 +1,18 @@
 """The native host's side of the prefill protocol: policies run on the paged pool and the decoder."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
-from kvgraft.kernels.dispatch import align_copy, varlen_attention
-from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kernels.dispatch import align_copy, segpaged_attention
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kv.cache import KVCache
-from kvgraft.prefill.context import Hidden, Reduction
+from kvgraft.kv.heads import HeadMap
+from kvgraft.prefill.context import Heads, Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 
@@ -17,11 +20,20 @@ from kvgraft.prefill.plan import Plan
 class Rows:
     """Everything that depends only on which tokens a layer computes, made once and used by all its layers."""
 
-    def __init__(self, where: Tensor, positions: Sequence[Tensor], slots: Sequence[Tensor], decoder: Decoder) -> None:
+    def __init__(
+        self,
+        where: Tensor,
+        positions: Sequence[Tensor],
+        slots: Sequence[Tensor],
+        decoder: Decoder,
+        head_map: HeadMap | None,
+    ) -> None:
         self.where = where
+        sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
         self.counts = torch.tensor([p.numel() for p in positions])  # per prompt
         self.seen = torch.tensor([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
-        self.layout = VarlenLayout.of(positions, slots)
+        self.seen_locally = torch.tensor([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
+        self.layout = AttentionLayout.of(positions, slots, sinks, window)
         self.cos, self.sin = decoder.config.rope.table(self.layout.query_positions)
 
 
@@ -30,23 +42,35 @@ class NativePrefill(PagedPrefill):
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
-        slots: per prompt, int64 slots of its positions (at least its length).
+        slots: per prompt, int64 [page lists, >= its length] slots of its positions.
+        sources: int64 [page lists, g], where the grafted tokens lie now; -1 where a list has lost one.
 
     Attributes:
-        flops: int64, per prompt the floating-point operations of all layers and scores.
+        attention_flops, ffn_flops: int64, per prompt the floating-point operations of all layers and scores: of the
+            attention block with its projections, and of the FFN.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, plan: Plan, token_ids: Tensor, slots: Sequence[Tensor]
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        plan: Plan,
+        token_ids: Tensor,
+        slots: Sequence[Tensor],
+        sources: Tensor,
+        head_map: HeadMap | None = None,
     ) -> None:
         super().__init__(plan, slots, decoder.config.head_dim**-0.5)
         self.num_layers = decoder.config.num_layers
         self.num_kv_heads = decoder.config.num_kv_heads
+        self.head_map = head_map
         self._decoder = decoder
         self._cache = cache
         self._token_ids = token_ids
+        self._sources = sources
         self._rows: Rows | None = None
-        self.flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self.attention_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self.ffn_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(self._decoder.embed(self._token_ids[where].to(self._decoder.device)), where)
@@ -55,43 +79,93 @@ class NativePrefill(PagedPrefill):
         if not self.plan.graft_targets.numel():
             return
         with self._timed("align"):
-            source, target, shifts = self._graft_slots()
+            _, targets, shifts = self._graft_slots()
             cos, sin = self._decoder.config.rope.table(shifts)
-            align_copy(self._cache.keys, self._cache.values, layers, source, target, cos, sin)
+            keys, values = self._cache.keys[:, :, None], self._cache.values[:, :, None]  # streams: layers of one head
+            for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
+                has = source >= 0
+                streams = self._cache.layout.streams(page_list, layers)
+                align_copy(keys, values, streams, source[has], target[has], cos[has], sin[has])
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         with self._timed(self._stage(hidden)):
             rows, query = self._project(index, hidden)
-            keys, values = self._cache.keys[index], self._cache.values[index]
-            attended = varlen_attention(query, keys, values, rows.layout, self._scale).flatten(1)  # [n, Hq * d]
-            self.computed += rows.counts
-            config = self._decoder.config
-            self.flops += rows.counts * config.layer_flops + rows.seen * config.attention_flops
-            return hidden.with_states(self._decoder.finish(index, hidden.states, attended))
+            attended = self._attend(index, hidden, rows, query, self._cache.layout.layers[index])
+            self.ffn_flops += rows.counts * self._decoder.config.ffn_flops
+            return hidden.with_states(self._decoder.feed_forward(index, attended))
 
     def project(self, index: int, hidden: Hidden) -> None:
         with self._timed("select"):
-            rows, _ = self._project(index, hidden)
-            self.flops += rows.counts * self._decoder.config.project_flops
+            self._project(index, hidden)
+
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
+        with self._timed(self._stage(hidden)):
+            self._project(index, hidden, reused)
+
+    def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
+        with self._timed(self._stage(hidden)):
+            computed_at, where, query = self._last_query()
+            if computed_at != index or self._rows is None or not where.equal(hidden.where):
+                raise ValueError(f"layer {index} has no projection of these tokens")
+            heads = replace(self._cache.layout.layers[index], local=local)
+            return hidden.with_states(self._attend(index, hidden, self._rows, query, heads))
+
+    def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
+        with self._timed(self._stage(hidden)):
+            part = hidden.only(where)
+            self.ffn_flops += torch.tensor([p.numel() for p in self._rows_of(where)]) * self._decoder.config.ffn_flops
+            states = hidden.states.clone()
+            states[where[hidden.where]] = self._decoder.feed_forward(index, part.states)
+            return hidden.with_states(states)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; its logits are counted, too."""
         grafted = torch.tensor([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
         seen = torch.tensor([int((positions + 1).sum()) for positions in self._rows_of(queries)])
-        self.flops += grafted * seen * (self._decoder.config.attention_flops // 2)
+        self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
         return super().scores(index, queries, reduction)
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._cache.keys[index][slots]
+        return self._cache.read(index, slots)[0]
 
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._cache.values[index][slots]
+        return self._cache.read(index, slots)[1]
 
-    def _project(self, index: int, hidden: Hidden) -> tuple[Rows, Tensor]:
+    def _project(self, index: int, hidden: Hidden, reused: Heads = ()) -> tuple[Rows, Tensor]:
         if self._rows is None or not self._rows.where.equal(hidden.where):
-            self._rows = Rows(hidden.where, self._rows_of(hidden.where), self._slots, self._decoder)
+            positions = self._rows_of(hidden.where)
+            self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map)
         rows = self._rows
         query, keys, values = self._decoder.project(index, hidden.states, rows.cos, rows.sin)
+        if any(reused):
+            kept = self._grafted_everywhere[hidden.where].to(keys.device)[:, None] & torch.tensor(reused).to(
+                keys.device
+            )
+            old_keys, old_values = self._cache.read(index, rows.layout.query_slots)
+            keys, values = (
+                torch.where(kept[..., None], old_keys, keys),
+                torch.where(kept[..., None], old_values, values),
+            )
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
+        self.attention_flops += rows.counts * self._decoder.config.project_flops
         return rows, query
+
+    def _attend(self, index: int, hidden: Hidden, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
+        """States [n, D] that enter the FFN."""
+        keys, values, config = self._cache.keys, self._cache.values, self._decoder.config
+        attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(1)  # [n, Hq * d]
+        self.computed += rows.counts
+        num_local = sum(heads.local)
+        by_heads = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local
+        self.attention_flops += (
+            by_heads * (config.attention_flops // self.num_kv_heads) + rows.counts * config.output_flops
+        )
+        return self._decoder.add_attention(index, hidden.states, attended)
+
+    @cached_property
+    def _grafted_everywhere(self) -> Tensor:
+        """bool [T]: grafted tokens whose KV every list had."""
+        found = self.plan.grafted.clone()
+        found[self.plan.graft_targets] = (self._sources >= 0).all(0)
+        return found

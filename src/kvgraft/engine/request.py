@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out of it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,12 +43,16 @@ class Report(PrefillReport):
 
     Attributes:
         ttft_s: seconds from submission to the first token.
-        flops: floating-point operations of the prompt's prefill, without embedding and output layer.
+        flops: floating-point operations of the prompt's prefill, without embedding and output layer; `ffn_flops` are
+            those in FFNs, the others are in attention and its projections.
+        counts: what the policy counted, such as `promoted_heads`.
         fallback: why grafts that were found were not used, or None.
     """
 
     ttft_s: float = 0.0
     flops: int = 0
+    ffn_flops: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     fallback: str | None = None
 
 

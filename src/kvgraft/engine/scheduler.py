@@ -11,10 +11,11 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.engine.sequence import Sequence
-from kvgraft.kernels.dispatch import varlen_attention
-from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kernels.dispatch import segpaged_attention
+from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
-from kvgraft.prefill.context import Policy
+from kvgraft.prefill.context import Hidden, Policy
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Full
 
@@ -23,13 +24,13 @@ class Scheduler:
     """Steps of the engine. A waiting sequence is never overtaken; a running one never loses its pages.
 
     Args:
-        max_prefill_tokens: prompt tokens admitted per step (one prompt always is).
+        head_map: for policies that work head by head, and for a cache that keeps less of local heads.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory, max_prefill_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, memory: Memory, head_map: HeadMap | None = None) -> None:
         self.decoder = decoder
         self.memory = memory
-        self.max_prefill_tokens = max_prefill_tokens
+        self.head_map = head_map
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -63,7 +64,7 @@ class Scheduler:
     def _admit(self) -> list[Sequence]:
         admitted: list[Sequence] = []
         num_tokens = 0
-        while self.waiting and (not admitted or num_tokens + self.waiting[0].num_prompt <= self.max_prefill_tokens):
+        while self.waiting and (not admitted or num_tokens + self.waiting[0].num_prompt <= self.memory.chunk):
             sequence = self.waiting[0]
             started = time.perf_counter()
             try:
@@ -87,53 +88,84 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
 
     def _prefill(self, policy: Policy, sequences: list[Sequence]) -> None:
-        """One pass over a batch; prompts whose grafts led to non-finite logits are recomputed in full."""
-        logits = self._recover(policy, sequences)  # [b, V]
+        """Prompts with grafts as the policy says, all others in full; those that come out non-finite again, in full."""
+        logits: dict[Sequence, Tensor] = {}
+        grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
+        for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
+            logits |= zip(batch, self._recover(policy, batch), strict=True)
         for sequence in sequences:
             self.memory.unpin_sources(sequence)
-        grafted = [bool(sequence.plan is not None and sequence.plan.grafted.any()) for sequence in sequences]
-        broken = [i for i, finite in enumerate(logits.isfinite().all(-1).tolist()) if grafted[i] and not finite]
-        if broken:
-            again = [sequences[i] for i in broken]
-            for sequence in again:
+        for sequence, row in logits.items():
+            if not bool(row.isfinite().all()):
                 self.memory.drop_grafts(sequence, "non_finite")
-            logits[broken] = self._recover(Full(), again)
-        for sequence, row in zip(sequences, logits, strict=True):
-            self._accept(sequence, row)
+        exact = [sequence for sequence in sequences if not _has_grafts(sequence)]
+        logits |= zip(exact, self._compute(exact), strict=True)
+        for sequence in sequences:
+            self._accept(sequence, logits[sequence])
             self.memory.offer(sequence)
+            self.memory.settle(sequence)
+
+    def _compute(self, sequences: list[Sequence]) -> Iterable[Tensor]:
+        """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
+        if sum(sequence.num_prompt for sequence in sequences) <= self.memory.chunk:
+            return self._recover(Full(), sequences) if sequences else []
+        return [self._compute_long(sequence) for sequence in sequences]
+
+    def _compute_long(self, sequence: Sequence) -> Tensor:
+        for start in range(0, sequence.num_prompt, self.memory.chunk):
+            part = _plan(sequence).part(start, min(start + self.memory.chunk, sequence.num_prompt))
+            if part.active.any():
+                ctx, hidden = self._run(Full(), [sequence], [part])
+            sequence.num_computed = part.num_tokens
+            self.memory.offer(sequence)
+        return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
     def _recover(self, policy: Policy, sequences: list[Sequence]) -> Tensor:
         """Logits [b, V] after each prompt."""
-        plan = Plan.batch([sequence.plan for sequence in sequences if sequence.plan is not None])
-        tokens = torch.cat([torch.from_numpy(sequence.prompt) for sequence in sequences])
-        slots = [sequence.slots for sequence in sequences]
-        ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots)
+        ctx, hidden = self._run(policy, sequences, [_plan(sequence) for sequence in sequences])
+        return self.decoder.logits(ctx.last_hidden(hidden))
+
+    def _run(self, policy: Policy, sequences: list[Sequence], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
+        """One pass over what the plans say of the sequences."""
+        for sequence, plan in zip(sequences, plans, strict=True):
+            self.memory.reach(sequence, plan)
+        plan = Plan.batch(plans)
+        tokens = torch.cat([torch.from_numpy(s.prompt[: p.num_tokens]) for s, p in zip(sequences, plans, strict=True)])
+        slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
+        sources = self.memory.source_slots(plan)
+        ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
         hidden = policy.recover(ctx)
-        logits = self.decoder.logits(ctx.last_hidden(hidden))
         recomputed = hidden.where & plan.grafted
         for i, (sequence, prompt) in enumerate(zip(sequences, plan.prompts, strict=True)):
+            sequence.num_computed = plans[i].num_tokens
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
-            report.flops += int(ctx.flops[i])
+            report.ffn_flops += int(ctx.ffn_flops[i])
+            report.flops += int(ctx.attention_flops[i] + ctx.ffn_flops[i])
+            report.counts.update(ctx.counts)
             for stage, seconds in ctx.stages.items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
-        return logits
+        return ctx, hidden
 
     def _decode(self, sequences: list[Sequence]) -> None:
         decoder, cache = self.decoder, self.memory.cache
+        for sequence in sequences:
+            self.memory.step(sequence)
         tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=decoder.device)
         positions = [torch.tensor([sequence.num_computed]) for sequence in sequences]
-        layout = VarlenLayout.of(positions, [sequence.slots for sequence in sequences])
+        slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
+        layout = AttentionLayout.of(positions, slots, cache.layout.sinks, cache.layout.window)
         cos, sin = decoder.config.rope.table(layout.query_positions)
         hidden = decoder.embed(tokens)  # [b, D]
-        for layer in range(decoder.config.num_layers):
+        for layer, heads in enumerate(cache.layout.layers):
             query, keys, values = decoder.project(layer, hidden, cos, sin)
             cache.write(layer, layout.query_slots, keys, values)
             scale = decoder.config.head_dim**-0.5
-            attended = varlen_attention(query, cache.keys[layer], cache.values[layer], layout, scale)
-            hidden = decoder.finish(layer, hidden, attended.flatten(1))
+            attended = segpaged_attention(query, cache.keys, cache.values, heads, layout, scale)
+            hidden = decoder.feed_forward(layer, decoder.add_attention(layer, hidden, attended.flatten(1)))
         for sequence, row in zip(sequences, decoder.logits(hidden), strict=True):
+            sequence.num_computed += 1
             self._accept(sequence, row)
 
     def _accept(self, sequence: Sequence, logits: Tensor) -> None:
@@ -144,3 +176,13 @@ class Scheduler:
             self.memory.offer(sequence)
             self.memory.release(sequence)
             self.running.remove(sequence)
+
+
+def _plan(sequence: Sequence) -> Plan:
+    if sequence.plan is None:
+        raise ValueError("the sequence has not been admitted yet")
+    return sequence.plan
+
+
+def _has_grafts(sequence: Sequence) -> bool:
+    return bool(_plan(sequence).grafted.any())

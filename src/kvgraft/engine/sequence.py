@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvgraft.engine.request import Event, Report, Request, Result
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.text import IncrementalText
+from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.plan import Plan
 
@@ -26,9 +26,9 @@ class Sequence:
         tokens: prompt and generated token ids.
         scope: digest that isolates everything it may reuse or leave behind (model and namespace).
         source: number of this token sequence as a source of segments.
-        pages: its block table; reserved whole at admission, so that a running request never waits for memory.
-        slots: int64, slot of each position, on the pool's device.
+        lists: its pages; reserved whole at admission, so that a running request never waits for memory.
         plan: how its prompt is obtained.
+        num_computed: leading positions that hold KV.
         first_approximate: position from which its KV may differ from full recomputation.
         num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
     """
@@ -44,9 +44,9 @@ class Sequence:
     report: Report = field(default_factory=Report)
     submitted_at: float = field(default_factory=time.perf_counter)
     events: deque[Event] = field(default_factory=deque)
-    pages: list[int] = field(default_factory=list)
-    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    lists: PageLists | None = None
     plan: Plan | None = None
+    num_computed: int = 0
     first_approximate: int = 0
     num_offered: int = 0
     last_entry: int = -1
@@ -67,11 +67,6 @@ class Sequence:
     def num_reserved(self) -> int:
         """Positions whose KV it may ever write; the last generated token's is never needed."""
         return self.num_prompt + self.request.sampling.max_tokens - 1
-
-    @property
-    def num_computed(self) -> int:
-        """Positions that hold KV once it has left prefill."""
-        return len(self.tokens) - 1
 
     @property
     def first_token_pending(self) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
     "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
-    "varlen_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
+    "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,29 +80,36 @@ def align_copy(
         run(keys, values, layers, source, target, cos, sin)
 
 
-def varlen_attention(
+def segpaged_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    layout: VarlenLayout,
+    heads: LayerHeads,
+    layout: AttentionLayout,
     scale: float,
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Causal attention of scattered queries to the paged context of their own prompts.
+    """Causal attention of scattered queries to what each KV head keeps of their prompts (RedKnot, Algorithm 2).
+
+    One call serves all heads of a layer and all prompts of a step, in prefill and decode; a head reads the pages of its
+    own list and no others. With one list that all heads follow it is varlen paged attention.
 
     Args:
-        query: [n, Hq, d], rows as in `layout`.
-        keys, values: [num_slots, Hkv, d], one layer of the pool; Hq is a multiple of Hkv (GQA).
+        query: [n, Hq, d], rows as in `layout`; Hq is a multiple of Hkv (GQA).
+        keys, values: [streams, num_slots, d], the pool.
+        heads: where the layer's KV heads lie and what they see.
         scale: of the logits, usually d ** -0.5.
-        implementation: reference | cpu; by default `cpu`, which serves CUDA as well.
+        implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
         [n, Hq, d] in the dtype of `query`.
     """
     if not layout.contexts:
         return torch.empty_like(query)
-    return kernel("varlen_attention", keys.device.type, implementation)(query, keys, values, layout, scale)
+    run = kernel("segpaged_attention", keys.device.type, implementation)
+    attended: Tensor = run(query, keys, values, heads, layout, scale)
+    return attended
 
 
 def attention_mass(

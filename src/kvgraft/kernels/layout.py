@@ -1,4 +1,4 @@
-"""Which queries an attention call serves, and where their context lies in the paged pool."""
+"""Which queries an attention call serves, and where the context of each KV head lies in the paged pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,60 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LONG_RUN = 256  # queries
+LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
 TILE_ROWS = 32  # queries that attention kernels take at a time
+WINDOW_ROWS = 128  # positions whose queries read their windows together
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """KV heads of one layer that read the same tokens, from consecutive streams of the pool."""
+
+    heads: tuple[int, ...]
+    streams: slice
+    page_list: int
+    local: bool
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Where the KV heads of one layer lie, and what they see (RedKnot, section 4.3).
+
+    Attributes:
+        streams: the row of the pool that holds each head's tokens.
+        page_lists: the page list that each head follows (row of `Context.slots`).
+        local: whether it sees only the sinks and the window of the layout.
+    """
+
+    streams: tuple[int, ...]
+    page_lists: tuple[int, ...]
+    local: tuple[bool, ...]
+
+    @cached_property
+    def sets(self) -> tuple[HeadSet, ...]:
+        """The heads in as few sets as possible."""
+        order = sorted(range(len(self.streams)), key=lambda h: (self.page_lists[h], self.local[h], self.streams[h]))
+        runs: list[list[int]] = []
+        for head in order:
+            before = runs[-1][-1] if runs else head
+            alike = (self.page_lists[before], self.local[before]) == (self.page_lists[head], self.local[head])
+            if runs and alike and self.streams[head] == self.streams[before] + 1:
+                runs[-1].append(head)
+            else:
+                runs.append([head])
+        return tuple(
+            HeadSet(
+                tuple(run),
+                slice(self.streams[run[0]], self.streams[run[-1]] + 1),
+                self.page_lists[run[0]],
+                self.local[run[0]],
+            )
+            for run in runs
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,11 +69,17 @@ class Context:
 
     Attributes:
         positions: int64 [n] on the CPU, ascending; query i attends to positions 0..positions[i].
-        slots: int64 [>= positions[-1] + 1] on the pool's device, slot of each position (the expanded block table).
+        slots: int64 [page lists, >= positions[-1] + 1] on the pool's device: the slot of each position (expanded block
+            tables), -1 where a list has given the page back: no head that follows it sees that token.
     """
 
     positions: Tensor
     slots: Tensor
+
+    @property
+    def seen(self) -> int:
+        """Tokens up to the last query."""
+        return int(self.positions[-1]) + 1
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -69,22 +125,75 @@ class Context:
         """`positions` beside the pool."""
         return self.positions.to(self.slots.device)
 
+    def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
+        """Tokens up to the last query that a list holds, and their slots: int64 [t] each, ascending."""
+        if page_list not in self._kept:
+            slots = self.slots[page_list, : self.seen]
+            tokens = (slots >= 0).nonzero()[:, 0]
+            self._kept[page_list] = tokens, slots[tokens]
+        return self._kept[page_list]
+
+    def stretch(self, page_list: int) -> slice | None:
+        """Where the tokens that a list holds lie in the pool, if in one stretch and in order."""
+        if page_list not in self._stretches:
+            slots = self.kept(page_list)[1]
+            first, last = int(slots[0]), int(slots[-1])
+            together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
+            self._stretches[page_list] = slice(first, last + 1) if together else None
+        return self._stretches[page_list]
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    @cached_property
+    def _stretches(self) -> dict[int, slice | None]:
+        return {}
+
 
 @dataclass(frozen=True, eq=False)
-class VarlenLayout:
-    """Queries of several prompts, their rows end to end.
+class WindowTiles:
+    """Queries that read their windows together: w tiles of at most r queries and k tokens each, padded.
+
+    Attributes:
+        rows: int64 [w, r], the query rows; all rows in order where `real` bool [w, r] is set.
+        slots: int64 [w, k]; padding repeats a slot that is in use, so that no page without content is ever read.
+        visible: bool [w, r, k].
+    """
+
+    rows: Tensor
+    real: Tensor
+    slots: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayout:
+    """Queries of several prompts, their rows end to end; serves all layers of a step.
 
     Any set of positions is a sequence of *runs* (consecutive positions), and each run is one pseudo-sequence of a stock
     varlen paged causal attention: `query_len = len(run)`, `seq_len = last position + 1`, the prompt's block table.
+
+    Attributes:
+        sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to the query's own.
     """
 
     contexts: tuple[Context, ...]
+    sinks: int = 0
+    window: int = 1
 
     @classmethod
-    def of(cls, positions: Sequence[Tensor], slots: Sequence[Tensor]) -> "VarlenLayout":
+    def of(
+        cls, positions: Sequence[Tensor], slots: Sequence[Tensor], sinks: int = 0, window: int = 1
+    ) -> "AttentionLayout":
         """Pair positions [n_i] with the slots of their prompts; prompts without queries drop out."""
         pairs = zip(positions, slots, strict=True)
-        return cls(tuple(Context(p, s) for p, s in pairs if p.numel()))
+        return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every prompt has one query."""
+        return all(context.positions.numel() == 1 for context in self.contexts)
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
@@ -94,8 +203,8 @@ class VarlenLayout:
 
     @cached_property
     def query_slots(self) -> Tensor:
-        """int64 [n]: the slot of every query's own token, where its key and value belong."""
-        return torch.cat([c.slots[c.device_positions] for c in self.contexts])
+        """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
+        return torch.cat([c.slots[:, c.device_positions] for c in self.contexts], dim=1)
 
     @cached_property
     def query_positions(self) -> Tensor:
@@ -103,21 +212,94 @@ class VarlenLayout:
         return torch.cat([c.device_positions for c in self.contexts])
 
     @cached_property
-    def decode_buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """One query a prompt: prompts of similar length, padded, as rows [b], slots [b, T] and visible bool [b, T].
+    def stacked_slots(self) -> Tensor:
+        """int32 [contexts, page lists, T]: the slots of all contexts, padded with -1."""
+        longest = max(context.seen for context in self.contexts)
+        seen = [context.slots[:, : context.seen] for context in self.contexts]
+        return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
-        Padding repeats a slot of the same prompt, so that no page without content is ever read.
-        """
-        buckets: dict[int, list[int]] = {}
+    def query_tiles(self, size: int) -> Tensor:
+        """int32 [tiles, 3]: at most `size` queries of one context each, as (context, first row, rows)."""
+        if size not in self._query_tiles:
+            tiles = [
+                (number, first, min(size, rows.stop - first))
+                for number, rows in enumerate(self.rows)
+                for first in range(rows.start, rows.stop, size)
+            ]
+            self._query_tiles[size] = torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
+        return self._query_tiles[size]
+
+    @cached_property
+    def decode_buckets(self) -> list[list[int]]:
+        """One query a prompt: the contexts of similar length, which are padded together; long ones stay alone."""
+        buckets: dict[tuple[int, int], list[int]] = {}
         for row, context in enumerate(self.contexts):
-            buckets.setdefault(int(context.positions[0]).bit_length(), []).append(row)
-        return [self._pad(rows) for rows in buckets.values()]
+            alone = row if context.seen >= LONG_CONTEXT else -1
+            buckets.setdefault((context.seen.bit_length(), alone), []).append(row)
+        return list(buckets.values())
 
-    def _pad(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        contexts = [self.contexts[row] for row in rows]
-        lengths = torch.cat([context.device_positions for context in contexts]) + 1  # [b]
-        slots = torch.stack([context.slots[:1].expand(int(lengths.max())) for context in contexts])
-        for row, (context, length) in enumerate(zip(contexts, lengths.tolist(), strict=True)):
-            slots[row, :length] = context.slots[:length]
-        visible = torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
-        return torch.tensor(rows, device=slots.device), slots, visible
+    def padded(self, rows: Sequence[int], page_list: int) -> tuple[Tensor, Tensor | None]:
+        """Slots [b, T] of the tokens that a list holds for these contexts, and which are no padding: bool [b, T], or
+        None if there is none. Padding repeats a slot of the same prompt."""
+        key = (page_list, *rows)
+        if key not in self._padded:
+            kept = [self.contexts[row].kept(page_list)[1] for row in rows]
+            counts = torch.tensor([slots.numel() for slots in kept], device=kept[0].device)
+            longest = int(counts.max())
+            slots = torch.stack([torch.cat((s, s[:1].expand(longest - s.numel()))) for s in kept])
+            real = torch.arange(longest, device=slots.device) < counts[:, None]
+            self._padded[key] = slots, None if len(rows) == 1 else real
+        return self._padded[key]
+
+    def window_tiles(self, page_list: int) -> WindowTiles:
+        """The sinks and windows of all queries, as a list holds them."""
+        if page_list not in self._tiles:
+            rows, real, owners, tokens, visible = self._windows
+            slots = torch.stack([self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)])
+            own = self.query_slots[page_list, rows[:, :1]]  # [w, 1]
+            visible = visible & (slots >= 0)[:, None]
+            slots = torch.where(visible.any(1), slots, own)
+            self._tiles[page_list] = WindowTiles(rows, real, slots, visible)
+        return self._tiles[page_list]
+
+    @cached_property
+    def _windows(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
+        """What the tiles of all lists share: rows, real, owning contexts, tokens int64 [w, k], visible."""
+        cuts = [
+            (number, first, last)
+            for number, context in enumerate(self.contexts)
+            for first, last in _window_cuts(context.positions)
+        ]
+        device = self.query_positions.device
+        owners = [number for number, _, _ in cuts]
+        starts = torch.tensor([self.rows[number].start + first for number, first, _ in cuts], device=device)
+        counts = torch.tensor([last - first for _, first, last in cuts], device=device)
+        place = torch.arange(int(counts.max()), device=device)
+        real = place < counts[:, None]  # [w, r]
+        rows = starts[:, None] + place.clamp(max=counts[:, None] - 1)
+        at = self.query_positions[rows]  # [w, r]
+        begin = (at[:, :1] - self.window + 1).clamp(min=self.sinks)  # [w, 1]: the first token behind the sinks
+        reach = int((at[:, -1:] - begin).max()) + 1
+        sinks = torch.arange(self.sinks, device=device).expand(len(cuts), -1)
+        tokens = torch.cat((sinks, begin + torch.arange(max(reach, 0), device=device)), dim=1)  # [w, k]
+        later = tokens[:, None] > at[..., None]
+        inside = (tokens[:, None] < self.sinks) | (tokens[:, None] > at[..., None] - self.window)
+        return rows, real, owners, tokens.clamp(max=at[:, -1:]), inside & ~later
+
+    @cached_property
+    def _tiles(self) -> dict[int, WindowTiles]:
+        return {}
+
+    @cached_property
+    def _query_tiles(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _padded(self) -> dict[tuple[int, ...], tuple[Tensor, Tensor | None]]:
+        return {}
+
+
+def _window_cuts(positions: Tensor) -> list[tuple[int, int]]:
+    """Half-open ranges of queries whose positions lie in one aligned stretch of WINDOW_ROWS."""
+    cuts = ((positions // WINDOW_ROWS).diff().nonzero()[:, 0] + 1).tolist()
+    return list(pairwise([0, *cuts, positions.numel()]))

@@ -5,15 +5,18 @@ A policy never sees block tables, cache layouts or model classes. A host (the na
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvgraft.kv.heads import HeadMap
 from kvgraft.prefill.plan import Plan
 
 Reduction = Literal["sum", "max"]
+Heads = tuple[bool, ...]  # KV heads of a layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +44,16 @@ class PrefillContext(ABC):
         plan: which tokens are prefix, grafted, fresh.
         num_layers, num_kv_heads: of the model (on this tensor-parallel rank).
         block_size: tokens in a block.
+        head_map: classes of the model's KV heads, if the host has them.
+        counts: what a policy wants counted, by name; the host reports it.
     """
 
     plan: Plan
     num_layers: int
     num_kv_heads: int
     block_size: int
+    head_map: HeadMap | None = None
+    counts: Counter[str]
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:
@@ -63,6 +70,20 @@ class PrefillContext(ABC):
     @abstractmethod
     def project(self, index: int, hidden: Hidden) -> None:
         """Only the first step of `layer`: compute queries, keys, values of these tokens and store the KV."""
+
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
+        """As `project`, but the KV heads in `reused` keep what was grafted (RedKnot 4.2). Not every host has it."""
+        raise NotImplementedError("this host has no head-wise recovery")
+
+    def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
+        """The second step of `layer`, after a projection of these tokens: attention, its output added. The KV heads in
+        `local` see the sinks and the window of the head map. Not every host has it."""
+        raise NotImplementedError("this host has no head-wise recovery")
+
+    def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
+        """The last step of `layer`: the FFN of the tokens in `where` bool [T]; the others pass by it (RedKnot 4.2).
+        Not every host has it."""
+        raise NotImplementedError("this host has no head-wise recovery")
 
     @abstractmethod
     def query(self) -> Tensor:
@@ -95,6 +116,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
+    grafts_local_heads: ClassVar[bool] = True  # False: it computes what local heads have lost of a grafted token
+    needs_head_map: ClassVar[bool] = False  # True: it works head by head, which only some hosts can
 
     def __str__(self) -> str:
         """`name:option=value,...`, which `parse_policy` reads."""

@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +18,8 @@ class PagedPrefill(PrefillContext):
     """One prefill pass over a paged cache.
 
     Args:
-        slots: per prompt, int64 slots of its positions (at least its length), on the cache's device.
+        slots: per prompt, int64 [..., >= its length] slots of its positions, on the cache's device; [page lists, T] if
+            heads have lists of their own.
         scale: of the attention logits.
 
     Attributes:
@@ -29,6 +30,7 @@ class PagedPrefill(PrefillContext):
     def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
         self.plan = plan
         self.block_size = plan.block_size
+        self.counts = Counter()
         self.stages: dict[str, float] = defaultdict(float)
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
         self._slots = slots
@@ -37,11 +39,11 @@ class PagedPrefill(PrefillContext):
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        """Keys in these slots: [n, Hkv, d]."""
+        """Keys in these slots [..., n]: [n, Hkv, d]."""
 
     @abstractmethod
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
-        """Values in these slots: [n, Hkv, d]."""
+        """Values in these slots [..., n]: [n, Hkv, d]."""
 
     def query(self) -> Tensor:
         return self._last_query()[2]
@@ -66,7 +68,7 @@ class PagedPrefill(PrefillContext):
                 before = int(where[: prompt.start].sum())
                 mine = slice(before, before + int(where[prompt].sum()))
                 positions = self.plan.positions[prompt][queries[prompt]].to(slots.device)
-                keys = self._keys_at(index, slots[: prompt.stop - prompt.start])
+                keys = self._keys_at(index, slots[..., : prompt.stop - prompt.start])
                 scores[prompt] = attention_mass(
                     query[mine][chosen[mine]], keys, positions, self._scale, reduction
                 ).cpu()
@@ -88,17 +90,16 @@ class PagedPrefill(PrefillContext):
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots, target slots and shifts of the grafted tokens, int64 [g] on the cache's device."""
-        own = torch.cat([slots[:length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)])  # [T]
-        source, shifts = self.plan.graft_sources.to(own.device), self.plan.graft_shifts.to(own.device)
-        return source, own[self.plan.graft_targets.to(own.device)], shifts
+        """Source slots, target slots [..., g] and shifts of the grafted tokens, int64 [g] on the cache's device."""
+        target = self._slots_of(self.plan.grafted)
+        return self.plan.graft_sources.to(target.device), target, self.plan.graft_shifts.to(target.device)
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
     def _slots_of(self, where: Tensor) -> Tensor:
         pairs = zip(self._slots, self.plan.prompts, strict=True)
-        return torch.cat([slots[: p.stop - p.start][where[p].to(slots.device)] for slots, p in pairs])
+        return torch.cat([slots[..., : p.stop - p.start][..., where[p].to(slots.device)] for slots, p in pairs], dim=-1)
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

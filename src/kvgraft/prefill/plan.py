@@ -5,7 +5,7 @@ masks are boolean [T] over the tokens of all prompts, and whatever depends on a 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
@@ -109,6 +109,12 @@ class Plan:
         none = torch.zeros(0, dtype=torch.int64)
         kinds = torch.where(self.grafted, torch.tensor(Kind.FRESH, dtype=torch.uint8), self.kinds)
         return Plan(kinds, self.lengths, self.block_size, none, none, none, (False,) * len(self.lengths))
+
+    def part(self, start: int, stop: int) -> "Plan":
+        """One prompt without grafts up to `stop`, when everything before `start` has been computed."""
+        kinds = self.kinds[:stop].clone()
+        kinds[:start] = Kind.PREFIX
+        return replace(self, kinds=kinds, lengths=(stop,))
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,19 @@ class Match:
         positions = self.source_start % block_size + np.arange(self.length)  # within the pages
         return self.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size
 
+    def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
+        """The parts of the match that lie in pages where `usable` bool [pages] is set."""
+        first = self.source_start % block_size  # within the pages
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))).tolist()
+        parts = []
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            start = max(begin * block_size - first, 0)
+            length = min(end * block_size - first, self.length) - start
+            parts.append(
+                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.lineage)
+            )
+        return parts
+
 
 @dataclass
 class _Prompt:

@@ -1,22 +1,29 @@
-"""Varlen paged causal attention and Sparse-Q scores in plain torch: the truth."""
+"""SegPagedAttention and Sparse-Q scores in plain torch: the truth."""
 
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.layout import VarlenLayout
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 
 
-def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, scale: float) -> Tensor:
-    """See `kvgraft.kernels.dispatch.varlen_attention`; one run (pseudo-sequence) at a time, in float32."""
+def segpaged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
+) -> Tensor:
+    """See `kvgraft.kernels.dispatch.segpaged_attention`; one head of one prompt at a time, masked, in float32."""
     output = torch.empty_like(query)
+    size = query.shape[1] // len(heads.streams)  # query heads of a KV head
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
-        for first, stop in context.runs:
-            at = context.device_positions[first:stop]
-            slots = context.slots[: int(at[-1]) + 1]
-            run = slice(rows.start + first, rows.start + stop)
-            weights = _probabilities(query[run], keys[slots], scale, at)  # [Hq, run, seq_len]
-            expanded = values[slots].float().repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-            output[run] = torch.einsum("hnt,thd->nhd", weights, expanded).to(query.dtype)
+        here, at = torch.arange(context.seen, device=keys.device), context.device_positions[:, None]
+        for head, (stream, page_list) in enumerate(zip(heads.streams, heads.page_lists, strict=True)):
+            slots = context.slots[page_list, : context.seen]
+            visible = (here <= at) & (slots >= 0)  # [n, T]
+            if heads.local[head]:
+                visible &= (here < layout.sinks) | (here > at - layout.window)
+            own, slots = slice(head * size, (head + 1) * size), slots.clamp(min=0)
+            logits = query[rows, own].float().transpose(0, 1) @ keys[stream, slots].float().T * scale  # [G, n, T]
+            weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+            present = values[stream, slots].float().masked_fill(~visible.any(0)[:, None], 0)
+            output[rows, own] = (weights @ present).transpose(0, 1).to(query.dtype)
     return output
 
 

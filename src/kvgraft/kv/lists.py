@@ -1,0 +1,100 @@
+"""The page lists of one sequence, and which local pages belong to a page of the first list."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.pages import PagePool
+
+
+class PageLists:
+    """The pages of one sequence by list and block, expanded to slots for the kernels.
+
+    Attributes:
+        pages: int64 [lists, blocks], -1 where a list holds no page of a block.
+        slots: int64 [lists, blocks * block_size] on the pool's device, -1 likewise.
+        spare: pages reserved for its local lists.
+    """
+
+    def __init__(self, layout: StreamLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.layout = layout
+        self.block_size = block_size
+        self.pages = np.full((layout.num_lists, num_blocks), -1, np.int64)
+        self.slots = torch.full((layout.num_lists, num_blocks * block_size), -1, dtype=torch.int64, device=device)
+        self.spare: list[int] = []
+
+    @property
+    def held(self) -> list[int]:
+        """Every page, each once, in the order in which they may be reclaimed last."""
+        return [*self.pages[0][self.pages[0] >= 0].tolist(), *self.pages[1:][self.pages[1:] >= 0].tolist(), *self.spare]
+
+    def place(self, lists: slice, blocks: np.ndarray, pages: np.ndarray) -> None:
+        """Put pages int [lists, b] into blocks int [b]; -1 takes them out."""
+        self.pages[lists, blocks] = pages
+        offsets = np.arange(self.block_size)
+        slots = np.where(pages[..., None] < 0, -1, pages[..., None] * self.block_size + offsets)
+        tokens = torch.from_numpy((blocks[:, None] * self.block_size + offsets).ravel()).to(self.slots.device)
+        self.slots[lists, tokens] = torch.from_numpy(slots.reshape(len(slots), -1)).to(self.slots.device)
+
+    def add_local(self, pool: PagePool, blocks: np.ndarray) -> None:
+        """Have pages in all local lists for blocks int [b]: reserved ones first."""
+        missing = blocks[(self.pages[1:, blocks] < 0).any(0)]
+        count = missing.size * self.layout.num_local_lists
+        if count:
+            taken, self.spare = self.spare[:count], self.spare[count:]
+            taken += pool.allocate(count - len(taken))
+            self.place(slice(1, None), missing, np.array(taken).reshape(-1, missing.size))
+
+    def leave_behind(self, pool: PagePool, first: int) -> None:
+        """Give back the local pages that no query from position `first` on sees."""
+        held = np.flatnonzero((self.pages[1:] >= 0).any(0))
+        gone = held[~self.layout.seen(held, first, self.block_size)]
+        if gone.size:
+            pool.release(self.pages[1:, gone].ravel().tolist())
+            self.place(slice(1, None), gone, np.full((self.layout.num_local_lists, gone.size), -1))
+
+    def settle(self, pool: PagePool, num_local: int) -> None:
+        """Hold exactly `num_local` local pages from here on, in use and spare together."""
+        count = num_local - int((self.pages[1:] >= 0).sum())
+        if count < len(self.spare):
+            pool.release(self.spare[count:])
+            self.spare = self.spare[:count]
+        else:
+            self.spare += pool.allocate(count - len(self.spare))
+
+
+class LocalPages:
+    """For every page of the first list the pages of the local lists that hold the same tokens.
+
+    Each lives as long as it happens to: what a window has left behind is reclaimed first.
+    """
+
+    def __init__(self, pool: PagePool, num_local_lists: int) -> None:
+        self._pool = pool
+        self._pages = np.full((pool.num_pages, num_local_lists), -1, np.int64)
+        self._versions = np.zeros((pool.num_pages, num_local_lists), np.int64)
+        self._owner_versions = np.zeros((pool.num_pages, num_local_lists), np.int64)
+
+    def record(self, pages: np.ndarray, local: np.ndarray) -> None:
+        """pages int [b] of the first list, local int [local lists, b], -1 where there is none; what lives stays."""
+        new = (self.of(pages) < 0) & (local.T >= 0)  # [b, lists]
+        rows = np.repeat(pages[:, None], new.shape[1], axis=1)[new]
+        columns = np.broadcast_to(np.arange(new.shape[1]), new.shape)[new]
+        self._pages[rows, columns] = local.T[new]
+        self._versions[rows, columns] = self._pool.versions[local.T[new]]
+        self._owner_versions[rows, columns] = self._pool.versions[rows]
+        self._pool.keep(local.T[new].tolist())
+
+    def of(self, pages: np.ndarray) -> np.ndarray:
+        """int64 [b, local lists]: those that still hold their tokens, -1 for others."""
+        known, versions = self._pages[pages], self._pool.versions
+        same_page = self._versions[pages] == versions[known]
+        same_owner = self._owner_versions[pages] == versions[pages, None]
+        return np.where((known >= 0) & same_page & same_owner, known, -1)
+
+    def complete(self, pages: Iterable[int]) -> np.ndarray:
+        """bool [b]: whether every local list still holds these tokens."""
+        found: np.ndarray = (self.of(np.fromiter(pages, np.int64)) >= 0).all(axis=1)
+        return found
