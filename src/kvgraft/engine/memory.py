@@ -148,9 +148,11 @@ class Memory:
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
         is_exact = self._exact_blocks(sequence, stop)
-        for block in range(first, stop):
-            if is_exact[block]:
-                self.pool.publish(int(lists.pages[0, block]), chain[block])
+        exact = first + np.flatnonzero(is_exact[first:stop])
+        for block in exact.tolist():
+            self.pool.publish(int(lists.pages[0, block]), chain[block])
+        found = np.array([self.pool.lookup(chain[block]) for block in exact], np.int64)
+        self.local_pages.record(found, lists.pages[1:, exact])
         while first < stop:
             last = first + 1
             while last < stop and is_exact[last] == is_exact[first]:

@@ -96,5 +96,4 @@ class LocalPages:
 
     def complete(self, pages: Iterable[int]) -> np.ndarray:
         """bool [b]: whether every local list still holds these tokens."""
-        found: np.ndarray = (self.of(np.fromiter(pages, np.int64)) >= 0).all(axis=1)
-        return found
+        return np.asarray((self.of(np.fromiter(pages, np.int64)) >= 0).all(axis=1))
