@@ -9,6 +9,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvgraft.engine.config import load_config
+from kvgraft.kv.heads import HeadClass, HeadMap
+
 VOCAB_SIZE = 200
 BOS, EOS, UNKNOWN = 0, 1, 2
 TINY: dict[str, Any] = {
@@ -72,3 +75,11 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE, chat_template: str | None = Non
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = chat_template
     return fast
+
+
+def make_head_map(directory: Path, *, window: int = 24, sinks: int = 3) -> HeadMap:
+    """Heads of all three classes in turn."""
+    config = load_config(directory)
+    order = (HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL, HeadClass.LOCAL, HeadClass.LOCAL)
+    classes = (order[i % len(order)] for i in range(config.num_layers * config.num_kv_heads))
+    return HeadMap(config.identity, sinks, window, tuple(zip(*[classes] * config.num_kv_heads, strict=True)))

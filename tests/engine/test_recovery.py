@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
+from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
-from models import FAMILIES, VOCAB_SIZE
+from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, RedKnot, SparseX, Transitive
+from models import FAMILIES, VOCAB_SIZE, make_head_map
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING = [
@@ -23,6 +24,7 @@ EVERYTHING = [
     *(CacheBlend(check_layer=layer, share=1.0) for layer in (0, 1, 99)),
     Prophet(share=1.0),
     *(Transitive(probe=probe, topk=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
+    *(RedKnot(dense_until=layers, mass=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
 ]
 APPROXIMATE = [
     Naive(),
@@ -33,13 +35,21 @@ APPROXIMATE = [
     SparseX(boundary=1),
     SparseX(boundary=1, rows="question", reduction="max", unit="block"),
     Transitive(),
+    RedKnot(recent=8, min_keep=4),
+    RedKnot(dense_until=0, mass=0.2, recent=0, min_keep=0, edge_mass=0.01, reuse="off"),
 ]
 
 
 @pytest.fixture(scope="module")
 def engines(model_dirs: dict[str, Path]) -> dict[tuple[str, int], Engine]:
     return {
-        (family, size): Engine(model_dirs[family], dtype="float32", block_size=size, poison_dropped_pages=True)
+        (family, size): Engine(
+            model_dirs[family],
+            dtype="float32",
+            block_size=size,
+            head_map=make_head_map(model_dirs[family]),
+            poison_dropped_pages=True,
+        )
         for family in FAMILIES
         for size in (16, 32)
     }
@@ -173,7 +183,7 @@ def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
     assert everything < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", APPROXIMATE)
+@pytest.mark.parametrize("policy", [policy for policy in APPROXIMATE if getattr(policy, "reuse", "on") == "on"])
 def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     """Poison: what is changed in the source pages changes the answer; the same change elsewhere does not."""
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
@@ -337,8 +347,85 @@ def test_cuda_answers_as_the_cpu_does(model_dirs: dict[str, Path], policy: Polic
     prompts = [tokens(9, 2) + known + tokens(5, 3), tokens(70, 4), known]
     logits = []
     for device in ("cpu", "cuda"):
-        engine = Engine(model_dirs["qwen3"], dtype="float32", device=device)
+        head_map = make_head_map(model_dirs["qwen3"])
+        engine = Engine(model_dirs["qwen3"], dtype="float32", device=device, head_map=head_map)
         ask(engine, known, Full())
         logits.append([ask(engine, prompt, policy, remember=False).first_logits for prompt in prompts])
     for cpu, cuda in zip(*logits, strict=True):
         torch.testing.assert_close(cuda, cpu, atol=1e-3, rtol=1e-3)
+
+
+def test_redknot_with_all_heads_global_and_all_mass_is_full_prefill(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["qwen3"], dtype="float32", head_map=all_heads(model_dirs["qwen3"], HeadClass.GLOBAL))
+    known = tokens(96, 1)
+    ask(engine, known, Full())
+    prompt = tokens(9, 2) + known + tokens(5, 3)
+    result = ask(engine, prompt, RedKnot(mass=1.0), remember=False)
+    assert result.report.grafted_tokens >= 80
+    assert difference(result, truth(engine, prompt)) < TOLERANCE
+
+
+def test_each_part_of_redknot_changes_the_answer_and_saves_work(model_dirs: dict[str, Path]):
+    head_map = make_head_map(model_dirs["qwen3"], window=16)
+    engine = Engine(model_dirs["qwen3"], dtype="float32", head_map=head_map)
+    known = tokens(200, 1)
+    ask(engine, known, Full())
+    prompt = tokens(9, 2) + known + tokens(9, 3)
+    off = {
+        "mass": 1.0,
+        "windows": "off",
+        "reuse": "off",
+        "dense_until": 1,
+        "edge_mass": 1.0,
+        "recent": 0,
+        "min_keep": 0,
+    }
+    exact = ask(engine, prompt, RedKnot(**off), remember=False)
+    expected = truth(engine, prompt)
+    assert difference(exact, expected) < TOLERANCE
+    reports = {}
+    for part in ({"mass": 0.5}, {"windows": "on"}, {"reuse": "on"}):
+        result = ask(engine, prompt, RedKnot(**off | part), remember=False)
+        assert difference(result, expected) > 0.001, part
+        reports[next(iter(part))] = result.report
+    attention = {name: report.flops - report.ffn_flops for name, report in reports.items()}
+    assert reports["mass"].ffn_flops < reports["windows"].ffn_flops == exact.report.ffn_flops
+    assert attention["windows"] < attention["reuse"] == exact.report.flops - exact.report.ffn_flops
+    promoting = ask(engine, prompt, RedKnot(**off | {"windows": "on", "edge_mass": 0.0}), remember=False)
+    assert promoting.report.counts["promoted_heads"] == sum(
+        sum(head_map.heads(layer, HeadClass.LOCAL)) for layer in range(len(head_map.classes))
+    )
+    assert difference(promoting, expected) < TOLERANCE
+
+
+def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]):
+    """In a cache by head classes a segment is grafted though only the first list still holds its middle."""
+    head_map = make_head_map(model_dirs["qwen3"])
+    engine = Engine(
+        model_dirs["qwen3"], dtype="float32", head_map=head_map, head_paging=True, poison_dropped_pages=True
+    )
+    known = tokens(160, 1)
+    ask(engine, known, Full())
+    prompt = tokens(9, 2) + known + tokens(9, 3)
+    expected = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
+    pages = np.array(engine.memory.find_prefix(known, engine._scope("default")))
+    engine.memory.pool._drop(engine.memory.local_pages.of(pages[2:6]).ravel().tolist())
+    everything = RedKnot(mass=1.0, reuse="off", edge_mass=1.0)
+    for policy in (everything, RedKnot(recent=8, min_keep=4), Naive()):
+        result = ask(engine, prompt, policy, remember=False)
+        assert result.report.grafted_tokens == 160 - 64 * isinstance(policy, Naive)
+        assert torch.isfinite(result.first_logits).all()  # type: ignore[arg-type]
+        engine.check()
+    assert difference(ask(engine, prompt, everything, remember=False), expected.first_logits) < TOLERANCE  # type: ignore[arg-type]
+
+
+def test_redknot_needs_a_head_map(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["qwen3"], dtype="float32")
+    with pytest.raises(RequestError, match="policy 'redknot' needs a head map: run `kvgraft profile-heads MODEL`"):
+        ask(engine, tokens(9, 1), RedKnot())
+
+
+def all_heads(model_dir: Path, head_class: HeadClass) -> HeadMap:
+    head_map = make_head_map(model_dir)
+    classes = tuple((head_class,) * len(row) for row in head_map.classes)
+    return HeadMap(head_map.model, head_map.sinks, head_map.window, classes)

@@ -33,7 +33,10 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic", "unknown policy 'magic': choose from cacheblend, epic, full, naive, prophet, sparsex, transitive"),
+        (
+            "magic",
+            "unknown policy 'magic': choose from cacheblend, epic, full, naive, prophet, redknot, sparsex, transitive",
+        ),
         ("", "unknown policy ''"),
         ("sparsex:budget=1", "no option 'budget': it has rows, reduction, unit, boundary, topk, overflow_blocks"),
         ("full:topk=1", "no option 'topk': it has none"),
@@ -46,6 +49,10 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("transitive:probe=-1", "probe must be an integer of at least 0, got -1"),
         ("transitive:hops=-1", "hops must be an integer of at least 0, got -1"),
         ("transitive:first=2", "first must be a share from 0 to 1, got 2"),
+        ("redknot:mass=2", "mass must be a share from 0 to 1, got 2"),
+        ("redknot:last_mass=x", "last_mass must be a share from 0 to 1, got 'x'"),
+        ("redknot:recent=-1", "recent must be an integer of at least 0, got -1"),
+        ("redknot:windows=maybe", "windows must be one of on, off, got 'maybe'"),
         ("epic:tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:share=9", "share must be a share from 0 to 1, got 9"),

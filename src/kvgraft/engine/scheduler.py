@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
-from kvgraft.prefill.context import Hidden, Policy
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Full
+
+Recover = Callable[[PrefillContext], Hidden]
 
 
 class Scheduler:
@@ -92,40 +93,40 @@ class Scheduler:
         logits: dict[Sequence, Tensor] = {}
         grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
         for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
-            logits |= zip(batch, self._recover(policy, batch), strict=True)
+            logits |= zip(batch, self._recover(policy.recover, batch), strict=True)
         for sequence in sequences:
             self.memory.unpin_sources(sequence)
         for sequence, row in logits.items():
             if not bool(row.isfinite().all()):
                 self.memory.drop_grafts(sequence, "non_finite")
         exact = [sequence for sequence in sequences if not _has_grafts(sequence)]
-        logits |= zip(exact, self._compute(exact), strict=True)
+        logits |= zip(exact, self._compute(policy, exact), strict=True)
         for sequence in sequences:
             self._accept(sequence, logits[sequence])
             self.memory.offer(sequence)
             self.memory.settle(sequence)
 
-    def _compute(self, sequences: list[Sequence]) -> Iterable[Tensor]:
+    def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
         """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
         if sum(sequence.num_prompt for sequence in sequences) <= self.memory.chunk:
-            return self._recover(Full(), sequences) if sequences else []
-        return [self._compute_long(sequence) for sequence in sequences]
+            return self._recover(policy.recompute, sequences) if sequences else []
+        return [self._compute_long(policy, sequence) for sequence in sequences]
 
-    def _compute_long(self, sequence: Sequence) -> Tensor:
+    def _compute_long(self, policy: Policy, sequence: Sequence) -> Tensor:
         for start in range(0, sequence.num_prompt, self.memory.chunk):
             part = _plan(sequence).part(start, min(start + self.memory.chunk, sequence.num_prompt))
             if part.active.any():
-                ctx, hidden = self._run(Full(), [sequence], [part])
+                ctx, hidden = self._run(policy.recompute, [sequence], [part])
             sequence.num_computed = part.num_tokens
             self.memory.offer(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
-    def _recover(self, policy: Policy, sequences: list[Sequence]) -> Tensor:
+    def _recover(self, recover: Recover, sequences: list[Sequence]) -> Tensor:
         """Logits [b, V] after each prompt."""
-        ctx, hidden = self._run(policy, sequences, [_plan(sequence) for sequence in sequences])
+        ctx, hidden = self._run(recover, sequences, [_plan(sequence) for sequence in sequences])
         return self.decoder.logits(ctx.last_hidden(hidden))
 
-    def _run(self, policy: Policy, sequences: list[Sequence], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
+    def _run(self, recover: Recover, sequences: list[Sequence], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
         """One pass over what the plans say of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
             self.memory.reach(sequence, plan)
@@ -134,7 +135,7 @@ class Scheduler:
         slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
         sources = self.memory.source_slots(plan)
         ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
-        hidden = policy.recover(ctx)
+        hidden = recover(ctx)
         recomputed = hidden.where & plan.grafted
         for i, (sequence, prompt) in enumerate(zip(sequences, plan.prompts, strict=True)):
             sequence.num_computed = plans[i].num_tokens

@@ -165,14 +165,17 @@ class HttpHost:
 
 
 @contextmanager
-def open_host(where: str, model: Path, *, dtype: str | None, device: str, kv_gib: float) -> Iterator[Host]:
+def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> Iterator[Host]:
     """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
+
+    Args:
+        engine: of the native engine only.
 
     Raises:
         ValueError: none of these, or no server answers.
     """
     if where == "native":
-        yield NativeHost(Engine(model, dtype=dtype, device=device, kv_gib=kv_gib))
+        yield NativeHost(Engine(model, dtype=dtype, **engine))
     elif where == "vllm":
         from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
 

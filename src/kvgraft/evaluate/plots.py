@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from kvgraft.evaluate.results import Summary, summarise
 from kvgraft.evaluate.runner import Row
+from kvgraft.kv.heads import HeadClass, HeadMap
 
 mpl.use("Agg")
 STYLE = {
@@ -129,6 +130,29 @@ def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> N
     axes.set_xlabel("position in the prompt")
     axes.set_yticks(range(chosen.shape[0]))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8)
+
+
+def write_heads(head_map: HeadMap, path: Path) -> Path:
+    """Layers by KV heads: attention outside sinks and window, and shift with the prefix; G and R keep everything."""
+    layers, heads = len(head_map.classes), len(head_map.classes[0])
+    panels = (("attention outside sinks and window", head_map.far_mass), ("shift with the prefix", head_map.shift))
+    with mpl.rc_context(STYLE | {"axes.grid": False}):
+        size = (2 * (1.9 + 0.45 * max(heads, 4)), 1.6 + 0.3 * layers)
+        figure, grid = plt.subplots(1, 2, figsize=size, sharey=True)
+        for axes, (title, values) in zip(grid, panels, strict=True):
+            image = axes.imshow(values, aspect="auto", cmap="YlOrRd", vmin=0)
+            figure.colorbar(image, ax=axes)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("KV head")
+            axes.set_xticks(range(heads))
+            axes.tick_params(labelsize=8)
+            for layer, classes in enumerate(head_map.classes):
+                for head, found in enumerate(classes):
+                    ink = "white" if values[layer][head] > 0.6 * image.get_clim()[1] else "black"
+                    if found is not HeadClass.LOCAL:
+                        axes.text(head, layer, found[0].upper(), ha="center", va="center", fontsize=8, color=ink)
+        grid[0].set_ylabel("layer")
+        return _save(figure, path)
 
 
 def _save(figure: Figure, path: Path) -> Path:

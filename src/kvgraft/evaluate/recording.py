@@ -1,12 +1,13 @@
 """A policy that runs another one and notes what it does: which tokens each layer computed, how they were scored."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvgraft.prefill.context import Hidden, Policy, PrefillContext, Reduction
+from kvgraft.prefill.context import Heads, Hidden, Policy, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 
 
@@ -43,16 +44,33 @@ class Recorded(Policy):
         return str(self.policy)
 
     @property
+    def grafts_local_heads(self) -> bool:  # type: ignore[override]
+        """As the policy does."""
+        return self.policy.grafts_local_heads
+
+    @property
+    def needs_head_map(self) -> bool:  # type: ignore[override]
+        """As the policy does."""
+        return self.policy.needs_head_map
+
+    @property
     def uses_grafts(self) -> bool:  # type: ignore[override]
         """As the policy does."""
         return self.policy.uses_grafts
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """As the policy does."""
+        return self._watch(self.policy.recover, ctx)
+
+    def recompute(self, ctx: PrefillContext) -> Hidden:
+        """As the policy does."""
+        return self._watch(self.policy.recompute, ctx)
+
+    def _watch(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
         record = self.record
         record.plan = ctx.plan
         record.computed = torch.zeros(ctx.num_layers, ctx.plan.num_tokens, dtype=torch.bool)
-        hidden = self.policy.recover(_Recording(ctx, record, self.score_layers))
+        hidden = recover(_Recording(ctx, record, self.score_layers))
         if self.keep_cache:
             everything = torch.ones(ctx.plan.num_tokens, dtype=torch.bool)
             layers = range(ctx.num_layers)
@@ -67,6 +85,7 @@ class _Recording(PrefillContext):
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
         self.plan, self.block_size = inner.plan, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
+        self.head_map, self.counts = inner.head_map, inner.counts
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:
@@ -84,6 +103,16 @@ class _Recording(PrefillContext):
 
     def project(self, index: int, hidden: Hidden) -> None:
         self._inner.project(index, hidden)
+
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
+        self._inner.project_heads(index, hidden, reused)
+
+    def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
+        return self._inner.attend(index, hidden, local)
+
+    def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
+        self._record.computed[index] |= where
+        return self._inner.feed_forward(index, hidden, where)
 
     def query(self) -> Tensor:
         return self._inner.query()

@@ -62,8 +62,11 @@ class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, a layer a line."""
-        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
-        Path(path).write_text(text + "\n")
+        fields = []
+        for name, value in msgspec.structs.asdict(self).items():
+            rows = ",\n  ".join(msgspec.json.encode(row).decode() for row in value) if isinstance(value, tuple) else ""
+            fields.append(f' "{name}": ' + (f"[\n  {rows}\n ]" if rows else msgspec.json.encode(value).decode()))
+        Path(path).write_text("{\n" + ",\n".join(fields) + "\n}\n")
 
     def check(self, model: str, num_layers: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the map was made for this model and can be used."""

@@ -121,9 +121,14 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         """`name:option=value,...`, which `parse_policy` reads."""
-        options = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        options = ",".join(f"{name}={value}" for name, value in given if value is not None)
         return f"{self.name}:{options}" if options else self.name
 
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Compute what must be computed; the returned rows must include the last token of every prompt."""
+
+    def recompute(self, ctx: PrefillContext) -> Hidden:
+        """What runs instead where nothing is grafted: full recomputation of everything that is no exact hit."""
+        return ctx.run(range(ctx.num_layers), ctx.embed(ctx.plan.active))

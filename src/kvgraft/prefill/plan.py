@@ -206,6 +206,19 @@ class Plan:
             chosen[prompt.start + candidates[best]] = True
         return chosen
 
+    def top_mass(self, scores: Tensor, mass: float, among: Tensor, least: int) -> Tensor:
+        """bool [T]: in each prompt the fewest tokens of `among` bool [T], at least `least` if there are as many, that
+        hold a share `mass` of what these score together."""
+        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for prompt in self.prompts:
+            candidates = among[prompt].nonzero()[:, 0]  # [c]
+            best = scores[prompt][candidates].sort(descending=True)
+            before = best.values.cumsum(0) - best.values
+            needed = before < mass * best.values.sum()
+            needed[:least] = True
+            chosen[prompt.start + candidates[best.indices[needed]]] = True
+        return chosen
+
     def reaching(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """bool [T]: in each prompt the tokens that score no less than the worst in `chosen` bool [T]; none if empty."""
         reached = torch.zeros(self.num_tokens, dtype=torch.bool)

@@ -10,11 +10,12 @@ from kvgraft.prefill.policies.epic import Epic
 from kvgraft.prefill.policies.full import Full
 from kvgraft.prefill.policies.naive import Naive
 from kvgraft.prefill.policies.prophet import Prophet
+from kvgraft.prefill.policies.redknot import RedKnot
 from kvgraft.prefill.policies.sparsex import SparseX
 from kvgraft.prefill.policies.transitive import Transitive
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive)
+    policy.name: policy for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot)
 }
 DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/quality.md says why
 
@@ -64,6 +65,7 @@ __all__ = [
     "Naive",
     "Policy",
     "Prophet",
+    "RedKnot",
     "SparseX",
     "Transitive",
     "make_policy",

@@ -15,4 +15,4 @@ class Full(Policy):
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """All layers on all active tokens."""
-        return ctx.run(range(ctx.num_layers), ctx.embed(ctx.plan.active))
+        return self.recompute(ctx)

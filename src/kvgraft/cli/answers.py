@@ -1,40 +1,33 @@
-"""The `kvgraft` command: thin wrappers around the engine and the evaluation code."""
+"""Commands that answer prompts."""
 
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 
-from kvgraft.engine.engine import Engine
+from kvgraft.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    HeadMapOption,
+    HeadPagingOption,
+    JsonOption,
+    KvOption,
+    ModelOption,
+    app,
+    console,
+    load,
+    print_json,
+    progress_console,
+)
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate import compare as comparison
 from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.tasks import PATTERNS, find_suites
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.prompt import parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
-
-app = typer.Typer(
-    name="kvgraft",
-    help="Reuse the KV cache of any text a model has already read, at any position, in any order.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory.", show_default="bundled")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-KvOption = Annotated[float, typer.Option("--kv-gib", help="Memory of the KV pool in GiB.")]
-console = Console()
-progress_console = Console(stderr=True)
 
 
 @app.command()
@@ -58,7 +51,7 @@ def demo(
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
-    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "demo") as on_progress:
         report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
     if not as_json:
@@ -72,7 +65,7 @@ def demo(
         if not as_json:
             console.print(serving.render(served))
     if as_json:
-        _print_json({"engine": report, "server": served})
+        print_json({"engine": report, "server": served})
 
 
 @app.command()
@@ -93,6 +86,8 @@ def generate(
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
+    head_map: HeadMapOption = None,
+    head_paging: HeadPagingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
@@ -102,7 +97,7 @@ def generate(
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_text(path) for path in read or []]
-    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
     if chat:
         text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
     with progress_bar(progress_console, "reading") as on_progress:
@@ -118,7 +113,7 @@ def generate(
     if final is None or final.error:
         raise ValueError(final.error if final and final.error else "the engine gave no answer")
     if as_json:
-        _print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report})
+        print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report})
     else:
         print()
         _print_report(final)
@@ -131,66 +126,19 @@ def compare(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
+    head_map: HeadMapOption = None,
+    head_paging: HeadPagingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
     case = comparison.load_case(file)
-    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
     with progress_bar(progress_console, "comparing") as on_progress:
         outcomes = comparison.run_compare(engine, case, on_progress)
     if as_json:
-        _print_json(outcomes)
+        print_json(outcomes)
     else:
         console.print(comparison.render(outcomes))
-
-
-@app.command("eval")
-def evaluate(
-    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ... or files (.json, .jsonl).")],
-    policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
-        "full,naive,epic,cacheblend,prophet,sparsex,transitive"
-    ),
-    model: ModelOption = MODEL_DIR,
-    host: Annotated[str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")] = "native",
-    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
-        "results"
-    ),
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "1024",
-    segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = 8,
-    patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
-    items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
-    as_json: JsonOption = False,
-) -> None:
-    """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
-    from kvgraft.evaluate import plots, results, runner  # matplotlib takes a second to load
-    from kvgraft.evaluate.hosts import open_host
-
-    settings = runner.Settings(
-        find_suites(suite),
-        tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
-        tuple(_parse_lengths(lengths)),
-        segments,
-        PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
-        items,
-        seed,
-    )
-    with (
-        progress_console.status(f"starting {host}"),
-        open_host(host, model, dtype=dtype, device=device, kv_gib=kv_gib) as opened,
-        progress_bar(progress_console, "evaluating") as on_progress,
-    ):
-        rows = runner.run(settings, opened, out, on_progress)
-    results.write_tables(rows, out, f"kvgraft {' '.join(sys.argv[1:])}")
-    pictures = plots.write_plots(rows, out)
-    if as_json:
-        _print_json({name: results.summarise(rows, name) for name in results.GROUPINGS})
-    else:
-        console.print(results.render(rows))
-        console.print(f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]")
 
 
 @app.command()
@@ -201,51 +149,22 @@ def inspect(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
+    head_map: HeadMapOption = None,
+    head_paging: HeadPagingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """One prompt as an HTML page: every token by how it got its KV, scores by layer, stage times, answers."""
     from kvgraft.evaluate import inspect as inspection
 
     case = comparison.load_case(file)
-    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
     with progress_bar(progress_console, "inspecting") as on_progress:
         found = inspection.inspect(engine, case, on_progress)
     html.write_text(inspection.render_page(found), encoding="utf-8")
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]")
-
-
-@app.command()
-def layers(
-    model: ModelOption = MODEL_DIR,
-    texts: Annotated[int, typer.Option(help="Texts with a needle.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Directory for pictures of the first text.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first text.")] = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
-    as_json: JsonOption = False,
-) -> None:
-    """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of `transitive`."""
-    from kvgraft.evaluate import layers as finding
-
-    if texts < 1:
-        raise ValueError(f"texts must be at least 1, got {texts}")
-    engine = _load(model, dtype=dtype, device=device, kv_gib=kv_gib)
-    with progress_bar(progress_console, "reading") as on_progress:
-        found = finding.survey(engine, range(seed, seed + texts), on_progress)
-    if out is not None:
-        finding.draw(engine, seed, out)
-    if as_json:
-        shares = [
-            {"signal": signal, "layout": layout, "found": shares.tolist()}
-            for (signal, layout), shares in found.found.items()
-        ]
-        _print_json({"texts": texts, "probe": found.probe, "layers": shares})
-    else:
-        console.print(finding.render(found))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
@@ -260,51 +179,10 @@ def serve(context: typer.Context) -> None:
     run_server(context.args)
 
 
-def main() -> None:
-    """Entry point: what the user can mend is one line on stderr and exit code 2, never a traceback."""
-    raise SystemExit(run(app))
-
-
-def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
-    """Run a command line; returns its exit code."""
-    try:
-        code = command(args=arguments, standalone_mode=False)
-    except typer.Exit as stop:
-        return stop.exit_code
-    except (typer.Abort, KeyboardInterrupt):
-        print("aborted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperException) as error:
-        text = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
-        return 2
-    return code if isinstance(code, int) else 0
-
-
-def _load(model: Path, *, dtype: str | None, device: str, kv_gib: float) -> Engine:
-    with progress_console.status(f"loading {model.name}"):
-        return Engine(model, dtype=dtype, device=device, kv_gib=kv_gib)
-
-
 def _read_text(path: Path | None) -> str:
     if path is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     return path.read_text(encoding="utf-8")
-
-
-def _split(text: str, separator: str) -> list[str]:
-    return [part.strip() for part in text.split(separator) if part.strip()]
-
-
-def _parse_lengths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in _split(text, ",")]
-    except ValueError:
-        raise ValueError(f"lengths must be numbers of tokens, separated by commas, got {text!r}") from None
-
-
-def _print_json(value: Any) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def _print_report(result: Result) -> None:

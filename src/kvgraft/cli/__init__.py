@@ -1,0 +1,35 @@
+"""The `kvgraft` command: thin wrappers around the engine and the evaluation code."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import typer
+
+from kvgraft.cli import answers, studies  # noqa: F401  # their commands
+from kvgraft.cli.options import app
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one line on stderr and exit code 2, never a traceback."""
+    raise SystemExit(run(app))
+
+
+def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
+    """Run a command line; returns its exit code."""
+    try:
+        code = command(args=arguments, standalone_mode=False)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print("aborted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperException) as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+__all__ = ["app", "main", "run"]

@@ -1,0 +1,43 @@
+"""What commands share: the application, options, loading and printing."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvgraft.engine.engine import Engine
+
+app = typer.Typer(
+    name="kvgraft",
+    help="Reuse the KV cache of any text a model has already read, at any position, in any order.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory.", show_default="bundled")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+KvOption = Annotated[float, typer.Option("--kv-gib", help="Memory of the KV pool in GiB.")]
+HeadMapOption = Annotated[
+    Path | None,
+    typer.Option("--head-map", help="What profile-heads wrote.", show_default="heads.json of the model"),
+]
+HeadPagingOption = Annotated[
+    bool, typer.Option("--head-paging", help="Keep only sinks and windows of the heads that the map calls local.")
+]
+console = Console()
+progress_console = Console(stderr=True)
+
+
+def load(model: Path, **settings: Any) -> Engine:
+    """The native engine, with a sign of life while it reads the weights."""
+    with progress_console.status(f"loading {model.name}"):
+        return Engine(model, **settings)
+
+
+def print_json(value: Any) -> None:
+    """Anything of dataclasses, structs and plain values."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,0 +1,179 @@
+"""Commands that study models and methods."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgraft.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    HeadMapOption,
+    HeadPagingOption,
+    JsonOption,
+    KvOption,
+    ModelOption,
+    app,
+    console,
+    load,
+    print_json,
+    progress_console,
+)
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.tasks import PATTERNS, find_suites
+from kvgraft.kv.heads import HEAD_MAP_FILE
+from kvgraft.testbed import MODEL_DIR
+
+
+@app.command("eval")
+def evaluate(
+    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ... or files (.json, .jsonl).")],
+    policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
+        "full,naive,epic,cacheblend,prophet,sparsex,transitive"
+    ),
+    model: ModelOption = MODEL_DIR,
+    host: Annotated[str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")] = "native",
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
+        "results"
+    ),
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "1024",
+    segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = 8,
+    patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
+    items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
+    head_map: HeadMapOption = None,
+    head_paging: HeadPagingOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
+    from kvgraft.evaluate import plots, results, runner  # matplotlib takes a second to load
+    from kvgraft.evaluate.hosts import open_host
+
+    settings = runner.Settings(
+        find_suites(suite),
+        tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
+        tuple(_parse_lengths(lengths)),
+        segments,
+        PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
+        items,
+        seed,
+    )
+    with (
+        progress_console.status(f"starting {host}"),
+        open_host(
+            host, model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging
+        ) as opened,
+        progress_bar(progress_console, "evaluating") as on_progress,
+    ):
+        rows = runner.run(settings, opened, out, on_progress)
+    results.write_tables(rows, out, f"kvgraft {' '.join(sys.argv[1:])}")
+    pictures = plots.write_plots(rows, out)
+    if as_json:
+        print_json({name: results.summarise(rows, name) for name in results.GROUPINGS})
+    else:
+        console.print(results.render(rows))
+        console.print(f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]")
+
+
+@app.command()
+def layers(
+    model: ModelOption = MODEL_DIR,
+    texts: Annotated[int, typer.Option(help="Texts with a needle.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Directory for pictures of the first text.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first text.")] = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    kv_gib: KvOption = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of `transitive`."""
+    from kvgraft.evaluate import layers as finding
+
+    if texts < 1:
+        raise ValueError(f"texts must be at least 1, got {texts}")
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    with progress_bar(progress_console, "reading") as on_progress:
+        found = finding.survey(engine, range(seed, seed + texts), on_progress)
+    if out is not None:
+        finding.draw(engine, seed, out)
+    if as_json:
+        shares = [
+            {"signal": signal, "layout": layout, "found": shares.tolist()}
+            for (signal, layout), shares in found.found.items()
+        ]
+        print_json({"texts": texts, "probe": found.probe, "layers": shares})
+    else:
+        console.print(finding.render(found))
+
+
+@app.command("profile-heads")
+def profile_heads(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    out: Annotated[Path | None, typer.Option(help="Where the map goes.", show_default="MODEL/heads.json")] = None,
+    share: Annotated[
+        float | None, typer.Option(help="Of the KV heads, that keep everything.", show_default="0.15")
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Instead: attention outside sinks and window from which heads keep all."),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Last tokens that local heads see.")] = 256,
+    sinks: Annotated[int, typer.Option(help="First tokens that local heads see.")] = 4,
+    samples: Annotated[int, typer.Option(help="Texts, each behind two prefixes.")] = 24,
+    length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Read these files instead of the testbed's prompts (repeatable).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the testbed's prompts.")] = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Which KV heads of a model need the whole context: a map for `redknot` and for --head-paging."""
+    from kvgraft.evaluate import heads
+
+    if share is None and threshold is None:
+        share = 0.15
+    engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
+    if text:
+        texts = [path.read_text(encoding="utf-8") for path in text]
+        chosen = heads.text_samples(engine, texts, count=samples, length=length)
+    else:
+        chosen = heads.generated_samples(engine, seed=seed, count=samples, length=length)
+    with progress_bar(progress_console, "profiling") as on_progress:
+        found = heads.profile(
+            engine,
+            chosen,
+            sinks=sinks,
+            window=window,
+            share=share,
+            threshold=threshold,
+            on_progress=on_progress,
+        )
+    out = model / HEAD_MAP_FILE if out is None else out
+    found.head_map.save(out)
+    if plot is not None:
+        from kvgraft.evaluate.plots import write_heads  # matplotlib takes a second to load
+
+        write_heads(found.head_map, plot)
+    if as_json:
+        print_json(found)
+    else:
+        console.print(heads.render(found))
+        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _split(text, ",")]
+    except ValueError:
+        raise ValueError(f"lengths must be numbers of tokens, separated by commas, got {text!r}") from None

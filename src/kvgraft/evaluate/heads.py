@@ -1,0 +1,224 @@
+"""Which KV heads need a whole context: an offline profile of a model, and the head map that follows (RedKnot, 3.2).
+
+Every sample is one text behind two prefixes of equal length. A head that attends outside sinks and window has to keep
+everything; if what it makes of the text also shifts with the prefix, cached KV is not right for it elsewhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
+
+import numpy as np
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.engine import Engine
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.tasks import Item, Shape, find_suites
+from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.segments.prompt import tokenise
+
+SUITES = "ruler,multihop"  # needles and retrieval
+PREFIX = 0.25  # of a sample's tokens
+ROWS = 256  # queries whose attention weights are held at a time
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tokens of a text, and of two prefixes of one length."""
+
+    prefixes: tuple[list[int], list[int]]
+    body: list[int]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the samples say.
+
+    Attributes:
+        head_map: from all samples.
+        agreement: share of heads that get the same class from the first and from the second half of the samples.
+        kept_agreement: of the heads that either half keeps, the share that both keep.
+    """
+
+    head_map: HeadMap
+    samples: int
+    agreement: float
+    kept_agreement: float
+
+
+def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[Sample]:
+    """Needle and retrieval prompts of the bundled suites, with the question behind them.
+
+    Raises:
+        ValueError: fewer than two samples, or too short ones.
+    """
+    if count < 2:
+        raise ValueError(f"samples must be at least 2, for two halves, got {count}")
+    suites, shape = find_suites(SUITES), Shape(int(length * (1 - PREFIX)))
+    per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
+    items = [suite.items(seed, per_task, shape) for suite in suites]
+    asks = [item.phase_2[0] for item in islice(_in_turn(items), count + 2)]
+    texts = [_encode(engine, "\n".join(ask.segments)) for ask in asks]
+    return _pair(texts, int(length * PREFIX))
+
+
+def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: int) -> list[Sample]:
+    """Stretches of the user's own texts.
+
+    Raises:
+        ValueError: the texts are too short for that.
+    """
+    tokens = [token for text in texts for token in _encode(engine, text)]
+    size = int(length * (1 - PREFIX))
+    stretches = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][: count + 2]
+    if count < 2 or len(stretches) < 4:
+        raise ValueError(
+            f"{len(tokens)} tokens of text for {count} samples of {length} tokens: at least 2 samples are needed, and "
+            "text for two more"
+        )
+    return _pair(stretches, int(length * PREFIX))
+
+
+def profile(
+    engine: Engine,
+    samples: Sequence[Sample],
+    *,
+    sinks: int,
+    window: int,
+    share: float | None = None,
+    threshold: float | None = None,
+    on_progress: OnProgress | None = None,
+) -> Profile:
+    """Measure all samples and classify the heads.
+
+    Args:
+        share: of the heads, kept whole (rounded, at least one): those with most attention outside sinks and window.
+        threshold: instead, keep the heads with at least this share of attention there.
+
+    Raises:
+        ValueError: numbers out of range, or a threshold that no head reaches.
+    """
+    if (share is None) == (threshold is None):
+        raise ValueError("give either a share or a threshold")
+    for name, value in (("share", share), ("threshold", threshold)):
+        if value is not None and not 0 < value <= 1:
+            raise ValueError(f"{name} must be in (0, 1], got {value}")
+    if sinks < 0 or window < 1:
+        raise ValueError(f"sinks must be at least 0 and window at least 1, got {sinks} and {window}")
+    measured = []
+    for done, sample in enumerate(samples, 1):
+        measured.append(measure(engine.decoder, sample, sinks, window))
+        if on_progress is not None:
+            on_progress(done, len(samples))
+    found = np.stack(measured)  # [samples, 2, L, Hkv]
+    halves = [classify(found[start::2].mean(0), share, threshold) for start in (0, 1)]
+    kept = [np.array(half) != HeadClass.LOCAL for half in halves]
+    (shift, far), classes = found.mean(0), classify(found.mean(0), share, threshold)
+    head_map = HeadMap(engine.config.identity, sinks, window, classes, _rounded(shift), _rounded(far))
+    head_map.check(engine.config.identity, engine.config.num_layers, engine.config.num_kv_heads)
+    agreement = float((np.array(halves[0]) == np.array(halves[1])).mean())
+    return Profile(head_map, len(samples), agreement, float((kept[0] & kept[1]).sum() / (kept[0] | kept[1]).sum()))
+
+
+def classify(measured: np.ndarray, share: float | None, threshold: float | None) -> tuple[tuple[HeadClass, ...], ...]:
+    """Classes from shift and far mass [2, L, Hkv]. Of the heads that are kept, those are `retrieval` whose output
+    shifts less with the prefix than that of the median head."""
+    shift, far = measured
+    if threshold is not None:
+        kept = far >= threshold
+    else:
+        kept = np.zeros(far.shape, bool)
+        kept.flat[np.argsort(-far, axis=None, kind="stable")[: max(1, round((share or 0) * far.size))]] = True
+    whole = np.where(shift >= np.median(shift), HeadClass.GLOBAL, HeadClass.RETRIEVAL)
+    found = np.where(kept, whole, HeadClass.LOCAL)
+    return tuple(tuple(HeadClass(name) for name in row) for row in found.tolist())
+
+
+@torch.inference_mode()
+def measure(decoder: Decoder, sample: Sample, sinks: int, window: int) -> np.ndarray:
+    """Shift and far mass of one sample, float64 [2, L, Hkv].
+
+    The shift is |a - b| / sqrt(|a| |b|) of the attention outputs a and b of the text behind either prefix; the far mass
+    is the mean attention of the text's tokens outside sinks and window. Of the query heads of a KV head, the greatest.
+    """
+    runs = [_attend(decoder, [*prefix, *sample.body], len(prefix), sinks, window) for prefix in sample.prefixes]
+    found = []
+    for (one, far), (other, far_again) in zip(*runs, strict=True):  # [n, Hkv, G, d], [n, Hkv, G]
+        sizes = one.norm(dim=(0, 3)) * other.norm(dim=(0, 3))  # [Hkv, G]
+        shift = (one - other).norm(dim=(0, 3)) / sizes.sqrt().clamp(min=1e-12)
+        found.append(torch.stack((shift.amax(1), ((far + far_again) / 2).mean(0).amax(1))))
+    return torch.stack(found, dim=1).double().cpu().numpy()
+
+
+def _attend(
+    decoder: Decoder, tokens: list[int], first: int, sinks: int, window: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Layer by layer, of the tokens from `first` on: attention outputs [n, Hkv, G, d] and far mass [n, Hkv, G]."""
+    config, device = decoder.config, decoder.device
+    here = torch.arange(len(tokens), device=device)
+    cos, sin = config.rope.table(here)
+    hidden = decoder.embed(torch.tensor(tokens, device=device))
+    for layer in range(config.num_layers):
+        query, keys, values = decoder.project(layer, hidden, cos, sin)
+        grouped = query.unflatten(1, (config.num_kv_heads, -1)) * config.head_dim**-0.5
+        outputs, masses = [], []
+        for start, stop in pairwise([*range(0, len(tokens), ROWS), len(tokens)]):
+            at = here[start:stop, None]
+            logits = torch.einsum("nhgd,mhd->nhgm", grouped[start:stop].float(), keys[:stop].float())
+            weights = logits.masked_fill((here[:stop] > at)[:, None, None], float("-inf")).softmax(-1)
+            far = (here[:stop] >= sinks) & (here[:stop] <= at - window)
+            outputs.append(torch.einsum("nhgm,mhd->nhgd", weights, values[:stop].float()))
+            masses.append((weights * far[:, None, None]).sum(-1))
+        output = torch.cat(outputs)
+        yield output[first:], torch.cat(masses)[first:]
+        hidden = decoder.add_attention(layer, hidden, output.flatten(1).to(hidden.dtype))
+        hidden = decoder.feed_forward(layer, hidden)
+
+
+def render(found: Profile) -> RenderableType:
+    """A line for each layer, for a rich console."""
+    head_map = found.head_map
+    heads = len(head_map.classes[0])
+    table = Table(title="attention of KV heads outside sinks and window; G global, R retrieval")
+    for name in ("layer", *map(str, range(heads))):
+        table.add_column(name, justify="right")
+    for layer, classes in enumerate(head_map.classes):
+        letters = ("" if name is HeadClass.LOCAL else name[0].upper() for name in classes)
+        cells = (f"{letter}{far:.2f}" for letter, far in zip(letters, head_map.far_mass[layer], strict=True))
+        table.add_row(str(layer), *cells)
+    total = len(head_map.classes) * heads
+    return Group(
+        table,
+        Text(
+            f"{head_map.num_kept} of {total} heads keep everything; maps of two halves of the {found.samples} samples "
+            f"agree in {found.agreement:.0%} of all heads and in {found.kept_agreement:.0%} of those kept"
+        ),
+    )
+
+
+def _encode(engine: Engine, text: str) -> list[int]:
+    return tokenise(text, lambda part: engine.tokenizer.encode(part, add_special_tokens=False)).token_ids.tolist()
+
+
+def _pair(texts: list[list[int]], prefix: int) -> list[Sample]:
+    """Each text behind the beginnings of the two that follow it."""
+    around = [*texts, *texts[:2]]
+    samples = []
+    for number, body in enumerate(texts[:-2]):
+        one, other = (list(islice(cycle(around[number + step]), prefix)) for step in (1, 2))
+        samples.append(Sample((one, other), body))
+    return samples
+
+
+def _in_turn(groups: Sequence[Sequence[Item]]) -> Iterator[Item]:
+    longest = max(map(len, groups))
+    return (group[place] for place in range(longest) for group in groups if place < len(group))
+
+
+def _rounded(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(round(float(value), 4) for value in row) for row in values)

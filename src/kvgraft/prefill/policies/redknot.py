@@ -1,0 +1,121 @@
+"""RedKnot: recovery head by head, and FFNs only where attention falls."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.prefill.context import Heads, Hidden, PrefillContext
+from kvgraft.prefill.options import (
+    count_layers,
+    require_at_least,
+    require_choice,
+    require_layers,
+    require_share,
+)
+from kvgraft.prefill.selection import Rows, SelectsByAttention
+
+Switch = Literal["on", "off"]
+EDGE = 0.25  # of the window: its oldest part
+
+
+@dataclass(frozen=True)
+class RedKnot(SelectsByAttention):
+    """Elastic sparsity: all tokens go through all layers, but most heads and FFNs do little for them.
+
+    Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and SegPagedAttention",
+    2026, Algorithm 1. Shallow layers compute everything anew, local heads over sinks and window. Deep layers compute
+    global heads anew, over everything, and reuse the aligned KV of the others; their FFN runs on fresh and recent
+    tokens and on those that receive most attention. Each part can be switched off: `windows`, `reuse`, `mass=1.0`.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "redknot"
+    grafts_local_heads: ClassVar[bool] = False
+    needs_head_map: ClassVar[bool] = True
+
+    rows: Rows = "question"
+    dense_until: int | float = 0.3  # shallow layers: a number, or a share of all, rounded up
+    mass: float = 0.5  # of the attention that grafted tokens receive, whose tokens get the FFN, in the first deep layer
+    last_mass: float | None = None  # the same in the last layer, in between it changes evenly; None: as in the first
+    recent: int = 128  # last tokens of the prompt that always get the FFN
+    min_keep: int = 64  # grafted tokens that get the FFN at least
+    edge_mass: float = 0.1  # local attention on the oldest quarter of the window, above which a local head sees all
+    windows: Switch = "on"  # off: local heads see everything
+    reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layers("dense_until", self.dense_until)
+        for option in ("mass", "last_mass", "edge_mass"):
+            if getattr(self, option) is not None:
+                require_share(option, getattr(self, option))
+        for option in ("recent", "min_keep"):
+            require_at_least(option, getattr(self, option), 0)
+        for option in ("windows", "reuse"):
+            require_choice(option, getattr(self, option), get_args(Switch))
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Algorithm 1, one prompt at a time."""
+        if ctx.head_map is None:
+            raise ValueError(f"policy {self.name!r} needs a host with a head map")
+        shallow = count_layers(self.dense_until, ctx.num_layers)
+        ctx.graft(range(shallow, ctx.num_layers))
+        hidden = ctx.embed(ctx.plan.active)
+        for index in range(ctx.num_layers):
+            local = self._attend_to(ctx, index, hidden, ctx.head_map, reuses=index >= shallow)
+            hidden = ctx.attend(index, hidden, local)
+            hidden = ctx.feed_forward(index, hidden, self._important(ctx, index, shallow))
+        return hidden
+
+    def _attend_to(self, ctx: PrefillContext, index: int, hidden: Hidden, head_map: HeadMap, reuses: bool) -> Heads:
+        """Project, and return the heads that see a window: the local ones, but for those whose attention reaches its
+        edge. These are promoted: computed anew, over everything."""
+        local = head_map.heads(index, HeadClass.LOCAL)
+        reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
+        if self.reuse == "off" or not reuses:
+            reused = (False,) * len(reused)
+        ctx.project_heads(index, hidden, reused)
+        if self.windows == "off":
+            return (False,) * len(local)
+        beyond = self._edge_mass(ctx, index, head_map) if self.edge_mass < 1.0 else [0.0] * len(local)
+        promoted = [is_local and mass > self.edge_mass for is_local, mass in zip(local, beyond, strict=True)]
+        ctx.counts["promoted_heads"] += sum(promoted)
+        if any(was and now for was, now in zip(reused, promoted, strict=True)):
+            ctx.project_heads(index, hidden, _without(reused, promoted))
+        return _without(local, promoted)
+
+    def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:
+        """Of every KV head: the share of its local attention that the oldest quarter of the window receives."""
+        plan, sinks, window = ctx.plan, head_map.sinks, head_map.window
+        asking = self.asking(plan)
+        at = plan.positions[asking][:, None]  # [n, 1]
+        near = (plan.positions < sinks) | (plan.positions > at.min() - window)
+        here = plan.positions[near]  # [m]
+        query, keys = ctx.query()[asking[plan.active]].float(), ctx.keys(index, near).float()
+        grouped = query.unflatten(1, (keys.shape[1], -1))  # [n, Hkv, G, d]
+        logits = torch.einsum("nhgd,mhd->hgnm", grouped, keys).cpu() * keys.shape[-1] ** -0.5
+        visible = (here <= at) & ((here < sinks) | (here > at - window))
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        edge = visible & (here >= sinks) & (here <= at - int((1 - EDGE) * window))
+        shares: list[float] = (weights * edge).sum(-1).mean((1, 2)).tolist()
+        return shares
+
+    def _important(self, ctx: PrefillContext, index: int, shallow: int) -> Tensor:
+        """bool [T]: whose FFN runs at a layer."""
+        plan, deep = ctx.plan, max(1, ctx.num_layers - 1 - shallow)
+        last_mass = self.mass if self.last_mass is None else self.last_mass
+        mass = self.mass + (last_mass - self.mass) * (index - shallow) / deep
+        if index < shallow or mass >= 1.0:
+            return plan.active
+        found = plan.top_mass(self.score(ctx, index, self.asking(plan)), mass, plan.grafted, self.min_keep)
+        recent = plan.positions >= plan.num_tokens - self.recent
+        return plan.active & (plan.fresh | found | recent)
+
+
+def _without(heads: Heads, removed: list[bool]) -> Heads:
+    return tuple(head and not gone for head, gone in zip(heads, removed, strict=True))

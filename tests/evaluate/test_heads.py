@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft import Engine
+from kvgraft.cli import app, run
+from kvgraft.engine.decoder import Decoder
+from kvgraft.evaluate import heads
+from kvgraft.evaluate.heads import Sample
+from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.testbed import MODEL_DIR
+
+L, G, R = HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL
+
+
+def blind(decoder: Decoder, layer: int, head: int) -> None:
+    """Make a KV head of a tiny llama attend to everything alike: its queries become zero."""
+    config = decoder.config
+    size = config.num_heads // config.num_kv_heads * config.head_dim
+    decoder.weights.layers[layer].qkv[head * size : (head + 1) * size] = 0.0
+
+
+def test_far_mass_and_shift_are_those_of_uniform_attention(model_dirs: dict[str, Path]):
+    """A head that attends to all alike: its far mass and its shift follow from counting."""
+    decoder = Decoder.from_pretrained(model_dirs["llama"], torch.float32)
+    blind(decoder, 0, 1)
+    generator = np.random.default_rng(0)
+    one, other, body = (generator.integers(3, 190, count).tolist() for count in (30, 30, 50))
+    shift, far = heads.measure(decoder, Sample((one, other), body), sinks=2, window=10)
+    at = np.arange(30, 80)
+    assert far[0, 1] == pytest.approx(np.mean((at - 10 + 1 - 2) / (at + 1)), rel=1e-5)
+    assert far[0, 0] != pytest.approx(far[0, 1], rel=0.01)
+    same = heads.measure(decoder, Sample((one, one), body), sinks=2, window=10)
+    assert np.allclose(same[1], heads.measure(decoder, Sample((one, one), body), 2, 10)[1])
+    assert same[0].max() < 1e-5 < shift.min()
+    assert heads.measure(decoder, Sample((one, other), body), 2, 80)[1].max() == 0
+
+
+def test_classes_follow_from_far_mass_then_from_shift():
+    far = np.array([[0.9, 0.1], [0.8, 0.7], [0.2, 0.3]])
+    shift = np.array([[0.1, 0.5], [0.9, 0.2], [0.4, 0.3]])
+    measured = np.stack((shift, far))
+    assert heads.classify(measured, 0.5, None) == ((R, L), (G, R), (L, L))
+    assert heads.classify(measured, 0.01, None) == ((R, L), (L, L), (L, L))
+    assert heads.classify(measured, 1.0, None) == ((R, G), (G, R), (G, R))
+    assert heads.classify(measured, None, 0.25) == ((R, L), (G, R), (L, R))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(MODEL_DIR, dtype="float32", kv_gib=0.01)
+
+
+def test_maps_of_disjoint_prompts_agree(engine: Engine):
+    """The bundled model: the first layer looks around, all others look far."""
+    samples = heads.generated_samples(engine, seed=0, count=8, length=512)
+    assert len(samples) == 8
+    found = heads.profile(engine, samples, sinks=4, window=64, threshold=0.5)
+    assert found.agreement >= 0.75
+    assert found.kept_agreement == 1.0
+    assert set(found.head_map.classes[0]) == {L}
+    assert L not in {name for layer in found.head_map.classes[1:] for name in layer}
+
+
+def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
+    samples = heads.text_samples(engine, ["the old door closed . " * 600], count=3, length=256)
+    assert [len(sample.body) for sample in samples] == [192] * 3
+    for given, message in (
+        ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
+        ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
+        ({}, "give either a share or a threshold"),
+        ({"share": 0.5, "window": 0}, "window at least 1, got 4 and 0"),
+        ({"threshold": 1.0}, "at least one must see everything"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            heads.profile(engine, samples, **{"sinks": 4, "window": 64} | given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 2 samples are needed"):
+        heads.text_samples(engine, ["too short"], count=3, length=256)
+    with pytest.raises(ValueError, match="samples must be at least 2"):
+        heads.generated_samples(engine, seed=0, count=1, length=512)
+
+
+def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out, plot = tmp_path / "heads.json", tmp_path / "heads.png"
+    arguments = ["profile-heads", str(MODEL_DIR), "--samples", "4", "--length", "512", "--window", "64"]
+    assert run(app, [*arguments, "--out", str(out), "--plot", str(plot), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["samples"] == 4
+    assert HeadMap.load(out).num_kept == round(0.15 * 32)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert run(app, [*arguments, "--out", str(out), "--threshold", "0.5"]) == 0
+    assert "28 of 32 heads keep everything" in capsys.readouterr().out
+    question = "the code of lamp is 42 . question : code of lamp ? answer :"
+    assert run(app, ["generate", question, "--head-map", str(out), "--head-paging", "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("42")
+    assert run(app, ["generate", question, "--head-map", str(tmp_path / "none.json")]) == 2
+    assert run(app, ["profile-heads", str(tmp_path)]) == 2
+    assert run(app, [*arguments, "--text", str(tmp_path / "no.txt")]) == 2
