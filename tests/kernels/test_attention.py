@@ -71,7 +71,11 @@ def check(layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dt
     expected = segpaged_attention(*arguments, implementation="reference")
     actual = segpaged_attention(*arguments, implementation=name)
     assert torch.isfinite(expected).all()
-    if dtype is torch.float32:
+    compare(actual, expected)
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    if actual.dtype is torch.float32:
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     else:
         similar = torch.nn.functional.cosine_similarity(actual.float().flatten(1), expected.float().flatten(1))
@@ -113,18 +117,25 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     check(layout, heads, (6, 80), dtype, implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_long_context_is_shared_by_the_cores(in_order: bool, implementation: str):
-    positions = [torch.tensor([LONG_CONTEXT + 100]), torch.tensor([12])]
-    slots = torch.arange(LONG_CONTEXT + 200) if in_order else torch.randperm(LONG_CONTEXT + 200)
-    layout = AttentionLayout.of(positions, [slots[None, 20:], slots[None, :20]])
+@pytest.mark.parametrize("size", [16, 80])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "kind", [[range(LONG_CONTEXT + 101, LONG_CONTEXT + 102), [12]], [range(LONG_CONTEXT, LONG_CONTEXT + 70)]]
+)
+def test_long_contexts(kind: list, in_order: bool, size: int, dtype: torch.dtype, implementation: str):
+    """Where the cores share one head, and where what lies before a chunk needs no mask."""
+    positions = [torch.tensor(list(at)) for at in kind]
+    slots = torch.arange(2 * LONG_CONTEXT) if in_order else torch.randperm(2 * LONG_CONTEXT)
+    layout = AttentionLayout.of(positions, [slots[None, 20:], slots[None, :20]][: len(kind)])
     torch.manual_seed(1)
-    keys, values = torch.randn(2, 2, LONG_CONTEXT + 200, 16)
-    arguments = (torch.randn(2, 6, 16), keys, values, dense_heads(2), layout, 0.25)
-    expected = segpaged_attention(*arguments, implementation="reference")
-    actual = segpaged_attention(*arguments, implementation=implementation)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for heads in (1, 2):
+        keys, values = torch.randn(2, heads, 2 * LONG_CONTEXT, size).to(dtype)
+        query = torch.randn(layout.query_positions.numel(), 6, size).to(dtype)
+        arguments = (query, keys, values, dense_heads(heads), layout, size**-0.5)
+        expected = segpaged_attention(*arguments, implementation="reference")
+        compare(segpaged_attention(*arguments, implementation=implementation), expected)
 
 
 def test_reference_equals_attention_written_out():

@@ -18,12 +18,11 @@ WINDOW_ROWS = 128  # positions whose queries read their windows together
 
 @dataclass(frozen=True)
 class HeadSet:
-    """KV heads of one layer that read the same tokens, from consecutive streams of the pool."""
+    """KV heads of one layer that follow one page list and see all that it holds, from consecutive streams."""
 
     heads: tuple[int, ...]
     streams: slice
     page_list: int
-    local: bool
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,32 @@ class LayerHeads:
     local: tuple[bool, ...]
 
     @cached_property
-    def sets(self) -> tuple[HeadSet, ...]:
-        """The heads in as few sets as possible."""
-        order = sorted(range(len(self.streams)), key=lambda h: (self.page_lists[h], self.local[h], self.streams[h]))
+    def windowed(self) -> tuple[int, ...]:
+        """The heads that see sinks and a window."""
+        return tuple(head for head, is_local in enumerate(self.local) if is_local)
+
+    @cached_property
+    def whole(self) -> tuple[HeadSet, ...]:
+        """The others, in as few sets as possible."""
+        return self.sets([head for head, is_local in enumerate(self.local) if not is_local])
+
+    @cached_property
+    def every(self) -> tuple[HeadSet, ...]:
+        """All heads, in as few sets as possible."""
+        return self.sets(range(len(self.streams)))
+
+    def sets(self, heads: Sequence[int]) -> tuple[HeadSet, ...]:
+        """These heads, by page list and consecutive streams."""
         runs: list[list[int]] = []
-        for head in order:
+        for head in sorted(heads, key=lambda head: (self.page_lists[head], self.streams[head])):
             before = runs[-1][-1] if runs else head
-            alike = (self.page_lists[before], self.local[before]) == (self.page_lists[head], self.local[head])
+            alike = self.page_lists[before] == self.page_lists[head]
             if runs and alike and self.streams[head] == self.streams[before] + 1:
                 runs[-1].append(head)
             else:
                 runs.append([head])
         return tuple(
-            HeadSet(
-                tuple(run),
-                slice(self.streams[run[0]], self.streams[run[-1]] + 1),
-                self.page_lists[run[0]],
-                self.local[run[0]],
-            )
+            HeadSet(tuple(run), slice(self.streams[run[0]], self.streams[run[-1]] + 1), self.page_lists[run[0]])
             for run in runs
         )
 
@@ -159,6 +166,8 @@ class WindowTiles:
         rows: int64 [w, r], the query rows; all rows in order where `real` bool [w, r] is set.
         slots: int64 [w, k]; padding repeats a slot that is in use, so that no page without content is ever read.
         visible: bool [w, r, k].
+
+    `slots` and `visible` have one dimension more where heads differ, see `AttentionLayout.windows`.
     """
 
     rows: Tensor
@@ -262,6 +271,16 @@ class AttentionLayout:
             self._tiles[page_list] = WindowTiles(rows, real, slots, visible)
         return self._tiles[page_list]
 
+    def windows(self, page_lists: tuple[int, ...]) -> WindowTiles:
+        """The same of several heads, by the list that each follows: slots [h, w, k], visible [w, 1 or h, r, k]."""
+        if page_lists not in self._by_head:
+            tiles = [self.window_tiles(page_list) for page_list in page_lists]
+            alike = all(t.visible is tiles[0].visible or t.visible.equal(tiles[0].visible) for t in tiles)
+            visible = torch.stack([t.visible for t in tiles[: 1 if alike else None]], dim=1)
+            slots = torch.stack([t.slots for t in tiles])
+            self._by_head[page_lists] = WindowTiles(tiles[0].rows, tiles[0].real, slots, visible)
+        return self._by_head[page_lists]
+
     @cached_property
     def _windows(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
         """What the tiles of all lists share: rows, real, owning contexts, tokens int64 [w, k], visible."""
@@ -285,6 +304,10 @@ class AttentionLayout:
         later = tokens[:, None] > at[..., None]
         inside = (tokens[:, None] < self.sinks) | (tokens[:, None] > at[..., None] - self.window)
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), inside & ~later
+
+    @cached_property
+    def _by_head(self) -> dict[tuple[int, ...], WindowTiles]:
+        return {}
 
     @cached_property
     def _tiles(self) -> dict[int, WindowTiles]:

@@ -43,7 +43,7 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
-        for own in self.layout.layers[layer].sets:
+        for own in self.layout.layers[layer].every:
             for pool, new in ((self.keys, keys), (self.values, values)):
                 part = new if len(own.heads) == new.shape[1] else new[:, own.heads]  # [n, h, d]
                 pool[own.streams].index_copy_(1, slots[own.page_list], part.transpose(0, 1))
@@ -52,7 +52,7 @@ class KVCache:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
         shape = (slots.shape[1], len(self.layout.layers[layer].streams), self.keys.shape[-1])
         keys, values = self.keys.new_empty(shape), self.values.new_empty(shape)
-        for own in self.layout.layers[layer].sets:
+        for own in self.layout.layers[layer].every:
             for pool, found in ((self.keys, keys), (self.values, values)):
                 found[:, own.heads] = pool[own.streams, slots[own.page_list]].transpose(0, 1)
         return keys, values

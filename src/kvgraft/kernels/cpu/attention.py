@@ -1,4 +1,4 @@
-"""SegPagedAttention and Sparse-Q scores from batched matmul and SDPA; also serves CUDA without Triton.
+"""SegPagedAttention and Sparse-Q scores from batched matmul and flash attention; also serves CUDA without Triton.
 
 Heads that see everything read the pool in place where their tokens lie in one stretch, else from a copy made once per
 layer. Their queries go in chunks of ascending position, and a chunk attends only to the keys up to its last query:
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, HeadSet, LayerHeads
+from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, LayerHeads
 
 SCORE_ROWS = 16  # queries of all heads whose scores fit the cache
-SPLITS = 8  # parts of a long context, so that the cores share one head
 TILES = 64  # tiles of windows that are copied at a time
 
 
@@ -22,11 +21,12 @@ def segpaged_attention(
     """See `kvgraft.kernels.dispatch.segpaged_attention`."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
-    for own in heads.sets:
-        pools = keys[own.streams], values[own.streams]  # [h, slots, d]
+    attend = _decode if layout.decodes else _prefill
+    for own in heads.whole:
         part = queries if len(own.heads) == len(heads.streams) else queries[:, own.heads]
-        attend = _windows if own.local else _decode if layout.decodes else _prefill
-        outputs[:, own.heads] = attend(part, *pools, own, layout, scale)
+        outputs[:, own.heads] = attend(part, keys[own.streams], values[own.streams], own.page_list, layout, scale)
+    if heads.windowed:
+        outputs[:, heads.windowed] = _windows(queries[:, heads.windowed], keys, values, heads, layout, scale)
     return output
 
 
@@ -53,42 +53,58 @@ def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float,
 
 
 def _prefill(
-    query: Tensor, keys: Tensor, values: Tensor, own: HeadSet, layout: AttentionLayout, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, page_list: int, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """query [n, h, G, d], keys and values [h, slots, d] -> [n, h, G, d]; heads that see all that their list holds."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
-        tokens = context.kept(own.page_list)[0]
-        own_keys, own_values = (_read(pool, context, own.page_list)[None] for pool in (keys, values))  # [1, h, T, d]
-        folded = query[rows].flatten(1, 2).transpose(0, 1)[None]  # [1, h * G, n, d]
+        tokens = context.kept(page_list)[0]
+        own_keys, own_values = (_read(pool, context, page_list) for pool in (keys, values))  # [h, T, d]
         for start, stop in context.chunks:
             at = context.device_positions[start:stop]
             seen = int(torch.searchsorted(tokens, at[-1], right=True))
-            causal = seen == stop - start  # the prompt's own beginning: a plain causal triangle
-            attended = scaled_dot_product_attention(
-                folded[:, :, start:stop],
-                own_keys[:, :, :seen],
-                own_values[:, :, :seen],
-                attn_mask=None if causal else tokens[:seen] <= at[:, None],
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=True,
-            )  # [1, h * G, c, d]
-            output[rows][start:stop] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+            own = query[rows][start:stop].permute(1, 2, 0, 3)  # [h, G, c, d]
+            chunk = stop - start
+            if query.is_cpu and seen >= LONG_CONTEXT and seen > chunk == int(at[-1] - at[0]) + 1:
+                attended = _run(own, own_keys[:, :seen], own_values[:, :seen], scale)
+            else:
+                attended = scaled_dot_product_attention(
+                    own.flatten(0, 1)[None],
+                    own_keys[None, :, :seen],
+                    own_values[None, :, :seen],
+                    attn_mask=None if seen == chunk else tokens[:seen] <= at[:, None],
+                    is_causal=seen == chunk,  # the prompt's own beginning: a plain causal triangle
+                    scale=scale,
+                    enable_gqa=True,
+                )[0].unflatten(0, own.shape[:2])
+            output[rows][start:stop] = attended.permute(2, 0, 1, 3)
     return output
 
 
-def _decode(query: Tensor, keys: Tensor, values: Tensor, own: HeadSet, layout: AttentionLayout, scale: float) -> Tensor:
+def _run(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """query [h, G, c, d] of the last c tokens of keys and values [h, T, d] -> [h, G, c, d]: all before them needs no
+    mask."""
+    count = query.shape[2]
+    folded = query.flatten(1, 2)[None]  # [1, h, G * c, d]
+    future = torch.full((count, count), float("-inf"), dtype=query.dtype).triu(1).repeat(query.shape[1], 1)
+    past = _flash(folded, keys[None, :, :-count], values[None, :, :-count], scale)
+    own = _flash(folded, keys[None, :, -count:], values[None, :, -count:], scale, future)
+    attended, weight = (torch.stack(pair) for pair in zip(past, own, strict=True))
+    return _join(attended, weight)[0].unflatten(1, query.shape[1:3])
+
+
+def _decode(
+    query: Tensor, keys: Tensor, values: Tensor, page_list: int, layout: AttentionLayout, scale: float
+) -> Tensor:
     """As `_prefill`, with one query a prompt."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for rows in layout.decode_buckets:
         context = layout.contexts[rows[0]]
-        if context.seen >= LONG_CONTEXT:
-            own_keys, own_values = (_read(pool, context, own.page_list) for pool in (keys, values))  # [h, T, d]
-            for head in range(keys.shape[0]):
-                output[rows[0], head] = _split(query[rows[0], head], own_keys[head], own_values[head], scale)
+        if context.seen >= LONG_CONTEXT and query.is_cpu:
+            own_keys, own_values = (_read(pool, context, page_list) for pool in (keys, values))  # [h, T, d]
+            output[rows[0]] = _split(query[rows[0]], own_keys, own_values, scale)
             continue
-        slots, real = layout.padded(rows, own.page_list)  # [b, T]
+        slots, real = layout.padded(rows, page_list)  # [b, T]
         own_keys, own_values = (_gather(pool, slots) for pool in (keys, values))
         mask = None if real is None else real[:, None, None]
         output[rows] = scaled_dot_product_attention(query[rows], own_keys, own_values, attn_mask=mask, scale=scale)
@@ -96,27 +112,50 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, own: HeadSet, layout: A
 
 
 def _split(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [G, d], keys and values [T, d] -> [G, d]: the cores share one head by its tokens."""
-    size = keys.shape[0] // SPLITS
-    whole = size * SPLITS
-    by_part = [x[:whole].unflatten(0, (SPLITS, size)) for x in (keys, values)]  # [S, t, d]
-    scaled = query * scale
-    logits = torch.bmm(scaled.expand(SPLITS, -1, -1), by_part[0].transpose(1, 2)).transpose(0, 1).flatten(1)
-    weights = torch.cat((logits, scaled @ keys[whole:].T), dim=1).softmax(-1)  # [G, T]
-    parts = weights[:, :whole].unflatten(1, (SPLITS, size)).transpose(0, 1)  # [S, G, t]
-    return torch.bmm(parts, by_part[1]).sum(0) + weights[:, whole:] @ values[whole:]
+    """query [h, G, d], keys and values [h, T, d] -> [h, G, d]: where heads are few, the cores share each one."""
+    parts = -(-torch.get_num_threads() // keys.shape[0])
+    size = keys.shape[1] // parts
+    whole = parts * size
+    by_part, their_values = (x[:, :whole].unflatten(1, (parts, size)) for x in (keys, values))  # [h, parts, t, d]
+    attended, weight = _flash(query[:, None].expand(-1, parts, -1, -1), by_part, their_values, scale)
+    if whole < keys.shape[1]:
+        last, its_weight = _flash(query[:, None], keys[:, None, whole:], values[:, None, whole:], scale)
+        attended, weight = torch.cat((attended, last), dim=1), torch.cat((weight, its_weight), dim=1)
+    return _join(attended.transpose(0, 1), weight.transpose(0, 1))
+
+
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention [b, h, n, d], and the log of the sum of its weights before they are normed, float32 [b, h, n]."""
+    attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=mask, scale=scale
+    )
+    return attended, weight
+
+
+def _join(parts: Tensor, weight: Tensor) -> Tensor:
+    """Attention to parts of the keys, [parts, ..., d] and log weights [parts, ...], as attention to all: [..., d]."""
+    return (parts * weight.softmax(0)[..., None]).sum(0).to(parts.dtype)
 
 
 def _windows(
-    query: Tensor, keys: Tensor, values: Tensor, own: HeadSet, layout: AttentionLayout, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
-    """As `_prefill`, for heads that see sinks and a window."""
-    tiles, size = layout.window_tiles(own.page_list), query.shape[2]
+    """query [n, h, G, d], keys and values [streams, slots, d] -> [n, h, G, d]; heads that see sinks and a window."""
+    tiles = layout.windows(tuple(heads.page_lists[head] for head in heads.windowed))
+    streams = torch.tensor([heads.streams[head] for head in heads.windowed], device=keys.device)
+    rows, size = tiles.rows, query.shape[2]
     attended = []
-    for part in torch.arange(tiles.rows.shape[0], device=query.device).split(TILES):
-        own_keys, own_values = (_gather(pool, tiles.slots[part]) for pool in (keys, values))  # [w, h, k, d]
-        folded = query[tiles.rows[part]].permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
-        mask = tiles.visible[part].repeat(1, size, 1)[:, None]  # [w, 1, G * r, k]
+    for first in range(0, rows.shape[0], TILES):
+        part = slice(first, first + TILES)
+        slots = tiles.slots[:, part] + streams[:, None, None] * keys.shape[1]  # [h, w, k]
+        own_keys, own_values = (
+            pool.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, -1).transpose(0, 1)
+            for pool in (keys, values)
+        )  # [w, h, k, d]
+        folded = query[rows[part]].permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
+        mask = tiles.visible[part].repeat(1, 1, size, 1)  # [w, 1 or h, G * r, k]
         result = scaled_dot_product_attention(folded, own_keys, own_values, attn_mask=mask, scale=scale)
         by_row = result.unflatten(2, (size, -1)).permute(0, 3, 1, 2, 4)  # [w, r, h, G, d]
         attended.append(by_row[tiles.real[part]])
