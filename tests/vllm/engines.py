@@ -68,20 +68,19 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
         from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
         settings |= {"worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config()}
-    engine = LLM(
-        str(model),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=NUM_BLOCKS + 1,
-        kv_cache_memory_bytes=1 << 26,
-        max_model_len=MAX_LENGTH,
-        max_num_batched_tokens=STEP_TOKENS,
-        max_num_seqs=16,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        **settings,
-    )
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": NUM_BLOCKS + 1,
+        "kv_cache_memory_bytes": 1 << 26,
+        "max_model_len": MAX_LENGTH,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+    }
+    engine = LLM(str(model), **defaults | settings)
     torch.set_num_threads = set_num_threads  # vLLM disables it for the whole process
     return engine
 

@@ -48,7 +48,7 @@ class RequestOptions:
         if reuse not in ("auto", "off"):
             raise ValueError(f"reuse must be 'auto' or 'off', got {reuse!r}")
         check_name("namespace", namespace, may_be_empty=True)
-        base = default if name in (None, default.name) else parse_policy(str(name))
+        base = default if name in (None, default.name) else served_policy(str(name))
         options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
         known = [f.name for f in fields(base)]
         for option in options:
@@ -105,6 +105,20 @@ class Report(PrefillReport):
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""
         return {KEY: asdict(self)}
+
+
+def served_policy(text: str) -> Policy:
+    """A policy that vLLM can run.
+
+    Raises:
+        ValueError: an unknown policy or option, or one that works head by head.
+    """
+    policy = parse_policy(text)
+    if policy.needs_head_map:
+        raise ValueError(
+            f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
+        )
+    return policy
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:

@@ -2,9 +2,12 @@
 
 
 def register() -> None:
-    """Make the connector known by name. Imports nothing heavy: the connector's module loads when it is asked for."""
+    """Make connector and model classes known by name. Imports nothing heavy: they load when they are asked for."""
+    from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
     try:
         KVConnectorFactory.register_connector("KVGraftConnector", "kvgraft.vllm.connector", "KVGraftConnector")
     except ValueError:  # registered by an earlier call in this process

@@ -13,6 +13,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 WORKER_CLASS = "kvgraft.vllm.worker.KVGraftWorker"
 CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 
+BY_HEAD = "KVGraftByHead"  # before the name of a model class: the same with an attention layer for each KV head
+HEAD_MAP = "kvgraft_head_map"  # in vLLM's additional_config: the path of the map
+
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
     """What vLLM's `--kv-transfer-config` must say; `settings` are those of `connector/settings.py`."""

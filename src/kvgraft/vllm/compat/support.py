@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kvgraft.engine.config import load_config
+from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
 
@@ -39,6 +42,40 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     ]
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
+
+
+def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
+    """The map of a model whose local heads vLLM shall keep as sinks and windows.
+
+    Raises:
+        UnsupportedConfiguration: everything that stands in the way.
+        FileNotFoundError, ValueError: there is no such map, or it was made for another model.
+    """
+    reasons = [*_version_reasons(), *_head_reasons(config, path)]
+    if reasons or path is None:
+        raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
+    head_map = HeadMap.load(path)
+    model = load_config(config.model_config.model)
+    head_map.check(model.identity, model.num_layers, model.num_kv_heads)
+    return head_map
+
+
+def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
+    if path is None:
+        yield "no head map: name one in additional_config"
+    if not current_platform.is_cpu():
+        yield "this platform: the pages of local heads are laid out for vLLM's CPU backend, the only one tested"
+    parallel = config.parallel_config
+    if parallel.world_size > 1:
+        yield f"{parallel.world_size} ranks: all would have to have heads of the same classes"
+    if config.kv_transfer_config is not None:
+        yield f"KV connector {config.kv_transfer_config.kv_connector!r}: it knows one page list, and here are many"
+    if is_quantized_kv_cache(config.cache_config.cache_dtype):
+        yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield "the hybrid KV cache manager off: it is what gives pages back"
+    if config.speculative_config is not None:
+        yield "speculative decoding: rejected tokens would move a window back"
 
 
 def _version_reasons() -> Iterator[str]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvgraft.prefill.options import require_at_least, require_share
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY
+from kvgraft.vllm.options import served_policy
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Settings:
         settings = cls(**given)
         if not isinstance(settings.policy, str):
             raise ValueError(f"policy must be a string, got {settings.policy!r}")
-        parse_policy(settings.policy)
+        served_policy(settings.policy)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
         for name in ("watermark", "frozen_capacity"):

@@ -3,14 +3,16 @@
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import CONNECTOR, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.keys import Keys
 
@@ -43,6 +45,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
         args.served_model_name = args.served_model_name or BUNDLED_NAMES
         args.chat_template = args.chat_template or BUNDLED_CHAT
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
+    if args.kvgraft_head_map is not None:
+        _refuse(_flags_beside_head_map(args))
+        _keep_heads_by_class(args)
+        return args
     if args.no_kvgraft:
         _refuse(_flags_beside_plain(args))
         return args
@@ -75,6 +81,10 @@ def _make_parser() -> FlexibleArgumentParser:
     own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
     own.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
     own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
+    own.add_argument(
+        "--kvgraft-head-map",
+        help="Instead of reuse: keep only sinks and windows of the heads that this map calls local (profile-heads).",
+    )
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
 
@@ -109,10 +119,35 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield "VLLM_USE_RUST_FRONTEND: it passes by the front door, which keeps tenants apart"
 
 
+def _keep_heads_by_class(args: Namespace) -> None:
+    """vLLM without reuse, its model with an attention layer for each KV head."""
+    architecture = load_config(args.model).architecture
+    args.no_kvgraft = True  # no connector, no front door: plain vLLM but for its cache
+    args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
+    args.prefix_cache_retention_interval = None  # or a window is found again at the end of a prompt only
+    args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(Path(args.kvgraft_head_map).absolute())}
+
+
+def _flags_beside_head_map(args: Namespace) -> Iterator[str]:
+    for name in _own_flags(args):
+        if name != f"{_PREFIX}head_map":
+            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-map: grafts need one list of pages"
+    if args.kv_transfer_config is not None:
+        yield "--kv-transfer-config does not go with --kvgraft-head-map: connectors need one list of pages"
+    if args.hf_overrides:
+        yield "--hf-overrides does not go with --kvgraft-head-map, which names the model class"
+    if not Path(args.kvgraft_head_map).is_file():
+        yield f"--kvgraft-head-map: no such file: {args.kvgraft_head_map}"
+
+
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:
-    for name, value in vars(args).items():
-        if name.startswith(_PREFIX) and value is not None and value is not False:
-            yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
+    for name in _own_flags(args):
+        yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
+
+
+def _own_flags(args: Namespace) -> list[str]:
+    """Those of ours that were given, but for --no-kvgraft."""
+    return [n for n, value in vars(args).items() if n.startswith(_PREFIX) and value is not None and value is not False]
 
 
 def _refuse(reasons: Iterator[str]) -> None:

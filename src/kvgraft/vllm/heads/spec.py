@@ -1,0 +1,106 @@
+"""What vLLM's block pool keeps for local heads: the first blocks of a request, and those of its window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(SlidingWindowSpec):
+    """A sliding window, and the first `sinks` tokens."""
+
+    sinks: int
+
+    @property
+    def sink_blocks(self) -> int:
+        """Blocks that hold sinks."""
+        return -(-self.sinks // self.block_size)
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Blocks that a request holds at most."""
+        window: int = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        return window + self.sink_blocks
+
+
+class SinkWindowManager(SlidingWindowManager):
+    """vLLM's sliding window, which never gives the sinks back and takes no hit without them."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
+        drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1, pcp_world_size: int = 1,
+    ) -> Any:  # fmt: skip
+        """As of the window, with the sinks; nothing if one of these is gone."""
+        found, length = super().find_longest_cache_hit(
+            block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
+            drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size,
+        )  # fmt: skip
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            kv_cache_spec.block_size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        for number in range(min(kv_cache_spec.sink_blocks, len(found[0]))):
+            cached = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            if not cached:
+                return tuple([] for _ in kv_cache_group_ids), 0
+            for blocks, block in zip(found, cached, strict=True):
+                blocks[number] = block
+        return found, length
+
+    @classmethod
+    def reachable_block_mask(cls, start_block: int, *args: Any, kv_cache_spec: Any, **kwargs: Any) -> Any:
+        """Which blocks are worth finding again, None for all: those of a window, and the sinks."""
+        mask = super().reachable_block_mask(start_block, *args, kv_cache_spec=kv_cache_spec, **kwargs)
+        if mask is not None:
+            for block in range(start_block, min(kv_cache_spec.sink_blocks, start_block + len(mask))):
+                mask[block - start_block] = True
+        return mask
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], total_computed_tokens: int,
+        *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        """Sinks of a hit may lie in the free queue, from where they are taken."""
+        count: int = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
+        )
+        return count + self._get_num_evictable_blocks(self._skipped_sinks(new_computed_blocks, total_computed_tokens))
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:  # fmt: skip
+        """As of the window, which puts null blocks in the place of the sinks: they come back."""
+        computed = num_local_computed_tokens + num_external_computed_tokens
+        sinks = self._skipped_sinks(new_computed_blocks, computed)
+        self.block_pool.touch(sinks)
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self.req_to_blocks[request_id][: len(sinks)] = sinks
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back what lies between the sinks and the window."""
+        skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
+        self._remove_blocks_in_range(request_id, self.kv_cache_spec.sink_blocks, skipped)
+
+    def _skipped_sinks(self, blocks: Sequence[Any], num_computed_tokens: int) -> list[Any]:
+        """The sinks among the blocks of a hit that its window leaves behind."""
+        skipped = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
+        return list(blocks[: min(skipped, self.kv_cache_spec.sink_blocks)])
+
+
+def register() -> None:
+    """Make the spec known to vLLM; in every process, before it sizes its cache."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)

@@ -1,0 +1,174 @@
+"""Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same head map."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import ENVIRONMENT, words
+from test_compat import configure
+from vllm.config import VllmConfig
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
+from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.options import RequestOptions, served_policy
+from kvgraft.vllm.server.arguments import parse
+from models import make_head_map, make_model
+
+WINDOW, SINKS, BLOCK = 96, 40, 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 of 16 KV heads, of which 6 keep everything."""
+    shape = {"num_hidden_layers": 4, "num_key_value_heads": 4, "num_attention_heads": 8}
+    return make_model(tmp_path_factory.mktemp("by_head"), "qwen3", max_position_embeddings=4096, **shape)
+
+
+@pytest.fixture(scope="module")
+def head_map(model: Path) -> Path:
+    path = model / "heads.json"
+    make_head_map(model, window=WINDOW, sinks=SINKS).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def native(model: Path, head_map: Path) -> Engine:
+    return Engine(model, dtype="float32", head_map=head_map, head_paging=True)
+
+
+def expected(native: Engine, prompt: list[int], max_tokens: int) -> list[int]:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return native.generate([Request(prompt, "full", sampling, namespace="truth")])[0].token_ids
+
+
+def settings_of(head_map: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "hf_overrides": {"architectures": ["KVGraftByHeadQwen3ForCausalLM"]},
+        "additional_config": {"kvgraft_head_map": str(head_map)},
+        "prefix_cache_retention_interval": None,
+    } | changes
+
+
+def run(
+    model: Path, settings: dict[str, Any], rounds: list[list[tuple[list[int], int]]], **more: Any
+) -> dict[str, Any]:
+    """What `by_head.py` says of these rounds of (prompt, max_tokens)."""
+    given = {"model": str(model), "settings": settings, "rounds": rounds} | more
+    script = [sys.executable, str(Path(__file__).parent / "by_head.py")]
+    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert said["left"] == said["blocks"], "all blocks come back"
+    assert said["refs"] == 0
+    return said
+
+
+@pytest.fixture(scope="module")
+def conversation(model: Path, head_map: Path) -> tuple[list[Any], dict[str, Any]]:
+    shared = words(700, 4)
+    rounds = [
+        [(words(20, 1), 60)],
+        [(words(300, 2), 60)],  # prompts of several steps of 256 tokens
+        [(shared + words(40, 5), 30)],
+        [(shared + words(40, 6), 30)],  # a hit: the sinks, the last window, everything of the other heads
+        [(words(450, 7), 5), (words(33, 8), 20), (shared + words(90, 9), 20)],
+        [(shared + words(40, 10), 30)],  # after the first group of local heads has lost everything
+    ]
+    return rounds, run(
+        model, settings_of(head_map, num_gpu_blocks_override=400), rounds, evict_before={"rounds": [5], "groups": [0]}
+    )
+
+
+def test_answers_are_those_of_the_native_engine(native: Engine, conversation: tuple[list[Any], dict[str, Any]]):
+    rounds, said = conversation
+    for asks, answers in zip(rounds, said["rounds"], strict=True):
+        for (prompt, max_tokens), tokens in zip(asks, answers["tokens"], strict=True):
+            assert tokens == expected(native, prompt, max_tokens)
+    assert [answers["cached"] for answers in said["rounds"]] == [[0], [0], [0], [672], [0, 0, 672], [0]]
+
+
+def test_the_pool_holds_sinks_and_windows_only(conversation: tuple[list[Any], dict[str, Any]]):
+    _, said = conversation
+    kinds = dict(map(tuple, said["groups"]))
+    assert kinds == {"SinkWindowSpec": 5, "FullAttentionSpec": 6}
+    local = [number for number, (kind, _) in enumerate(said["groups"]) if kind == "SinkWindowSpec"]
+    held = np.array(said["rounds"][2]["held"])  # [steps, groups] while a prompt of 740 tokens is answered
+    assert held[1:, local].max() <= 2 + -(-WINDOW // BLOCK) + 1
+    assert held[:, [g for g in range(held.shape[1]) if g not in local]].min() == -(-740 // BLOCK)
+
+
+def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Path, native: Engine):
+    """1000 tokens take 32 blocks of 6 heads that keep everything and 7 of the 10 others, instead of 32 of 16."""
+    sessions = [[(words(1000, seed), 40) for seed in range(10)]]
+    plain = run(model, {"kv_cache_memory_bytes": 12 << 20, "num_gpu_blocks_override": None}, sessions)
+    ours = run(model, settings_of(head_map, kv_cache_memory_bytes=12 << 20, num_gpu_blocks_override=None), sessions)
+    assert ours["most_decoding"] >= 1.7 * plain["most_decoding"] > 0
+    for (prompt, max_tokens), tokens in zip(sessions[0], ours["rounds"][0]["tokens"], strict=True):
+        assert tokens == expected(native, prompt, max_tokens)
+
+
+def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Path, native: Engine):
+    rounds = [[(words(200 + 10 * seed, seed), 200) for seed in range(6)]]
+    said = run(model, settings_of(head_map, num_gpu_blocks_override=90, max_model_len=512), rounds)
+    assert said["preempted"] > 0
+    for (prompt, max_tokens), tokens in zip(rounds[0], said["rounds"][0]["tokens"], strict=True):
+        assert tokens == expected(native, prompt, max_tokens)
+
+
+def config_of(model: Path, **changes: Any) -> VllmConfig:
+    return configure(**{"model": str(model), "worker_cls": "auto", "kv_transfer_config": None} | changes)
+
+
+def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Path, tmp_path: Path):
+    assert check_head_map(config_of(model), str(head_map)).window == WINDOW
+    from kvgraft.vllm.compat import transfer_config
+
+    for changes, reason in (
+        ({"tensor_parallel_size": 2}, "2 ranks: all would have to have heads of the same classes"),
+        ({"kv_transfer_config": transfer_config()}, "KV connector 'KVGraftConnector'"),
+        ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        ({"disable_hybrid_kv_cache_manager": True}, "the hybrid KV cache manager off"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "speculative decoding",
+        ),
+    ):
+        with pytest.raises(UnsupportedConfiguration, match=f"^heads cannot be kept by class with .*{reason}"):
+            check_head_map(config_of(model, **changes), str(head_map))
+    with pytest.raises(UnsupportedConfiguration, match="no head map"):
+        check_head_map(config_of(model), None)
+    other = tmp_path / "other.json"
+    HeadMap("0" * 64, SINKS, WINDOW, ((HeadClass.GLOBAL,) * 4,) * 4).save(other)
+    with pytest.raises(ValueError, match="the head map was made for model 000000000000"):
+        check_head_map(config_of(model), str(other))
+
+
+def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_path: Path):
+    args = parse([str(model), "--kvgraft-head-map", str(head_map)])
+    assert args.hf_overrides == {"architectures": ["KVGraftByHeadQwen3ForCausalLM"]}
+    assert args.additional_config == {"kvgraft_head_map": str(head_map)}
+    assert (args.no_kvgraft, args.kv_transfer_config) == (True, None)
+    for more, message in (
+        (["--kvgraft-policy", "naive"], "--kvgraft-policy does not go with --kvgraft-head-map"),
+        (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-map"),
+        (["--kvgraft-head-map", str(tmp_path / "none.json")], "--kvgraft-head-map: no such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse([str(model), "--kvgraft-head-map", str(head_map), *more])
+
+
+def test_redknot_is_the_native_engines():
+    for refused in (
+        lambda: served_policy("redknot:mass=0.2"),
+        lambda: Settings.parse({"policy": "redknot"}),
+        lambda: RequestOptions.parse({"policy": "redknot"}, served_policy("naive")),
+    ):
+        with pytest.raises(ValueError, match="policy 'redknot' works head by head, which vLLM's layers do not"):
+            refused()
