@@ -29,6 +29,8 @@ TRANSFER, SPECULATIVE = "vllm.config:KVTransferConfig", "vllm.config:Speculative
 REQUEST, PREFILL_STATS = "vllm.v1.request:Request", "vllm.v1.metrics.stats:PrefillStats"
 POOL, BLOCK = "vllm.v1.core.block_pool:BlockPool", "vllm.v1.core.kv_cache_utils:KVCacheBlock"
 MANAGER, BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.core.kv_cache_manager:KVCacheBlocks"
+WINDOW_SPEC = "vllm.v1.kv_cache_interface:SlidingWindowSpec"
+WINDOW_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager"
 SPEC, ATTENTION = "vllm.v1.kv_cache_interface:FullAttentionSpec", "vllm.model_executor.layers.attention:Attention"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -66,7 +68,22 @@ HANDED = {
     ("compat/support.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
     ("compat/support.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
     ("compat/support.py", "_cache_reasons", "specs[0]"): SPEC,
+    ("compat/support.py", "_head_reasons", "parallel"): PARALLEL,
+    ("compat/support.py", "_head_reasons", "config.kv_transfer_config"): TRANSFER,
+    ("compat/support.py", "_head_reasons", "config.scheduler_config"): SCHEDULING,
     ("compat/__init__.py", "", "kv_cache_manager"): MANAGER,
+    ("heads/spec.py", "SinkWindowSpec", "super()"): WINDOW_SPEC,
+    ("heads/spec.py", "SinkWindowSpec", "self"): WINDOW_SPEC,
+    ("heads/spec.py", "SinkWindowManager", "super()"): WINDOW_MANAGER,
+    ("heads/spec.py", "", "block_pool"): POOL,
+    ("heads/spec.py", "", "self.block_pool"): POOL,
+    ("heads/attention.py", "LocalAttention", "super()"): ATTENTION,
+    ("heads/attention.py", "", "vllm_config"): CONFIG,
+    ("heads/attention.py", "", "vllm_config.cache_config"): CACHE,
+    ("heads/attention.py", "LocalImpl", "super()"): f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl",
+    ("heads/attention.py", "_layout", "metadata"): f"{BACKENDS}cpu_attn:CPUAttentionMetadata",
+    ("heads/model.py", "", "vllm_config"): CONFIG,
+    ("heads/model.py", "", "whole"): ATTENTION,
     ("compat/model.py", "", "runner"): RUNNERS,
     ("compat/model.py", "", "runner.attn_groups[0][0]"): "vllm.v1.worker.utils:AttentionGroup",
     ("compat/model.py", "", "self._builder"): BUILDERS,
@@ -125,7 +142,7 @@ HANDED = {
     ("server/segments.py", "", "request.app.state.serving_tokenization"): f"{TOKENIZE}.serving:ServingTokenization",
     ("server/status.py", "", "request.app.state.openai_serving_models"): f"{MODELS}.serving:OpenAIServingModels",
 }
-OWN = {"attentions", "attach", "worker_side", "scheduler_side", "_metrics"}  # attributes of `self` that are ours
+OWN = {"attentions", "attach", "worker_side", "scheduler_side", "_metrics", "sinks", "sink_blocks"}  # attributes of `self` that are ours
 SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"}
 
 
