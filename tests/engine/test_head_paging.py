@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
 from kvgraft.engine.config import load_config
 from kvgraft.engine.decoder import Decoder
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
 from models import VOCAB_SIZE
 
@@ -132,8 +135,8 @@ def test_exact_hits_are_exact_while_local_pages_live_and_after(engine: Engine, d
         result = ask(engine, prompt)
         assert result.report.prefix_tokens == 96
         assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
-    local = engine.memory.local_pages
-    pages = engine.memory.find_prefix(shared, engine._scope("default"))
+    local = engine.memory.known.local_pages
+    pages = engine.memory.known.find_prefix(shared, engine._scope("default"))
     engine.memory.pool._drop(local.of(np.array(pages[9:11])).ravel().tolist())  # what the next token would see
     prompt = shared + tokens(30, 5)
     result = ask(engine, prompt)
@@ -172,8 +175,8 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(5, 3)
     before = ask(engine, prompt, Naive(), remember=False)
-    pages = np.array(engine.memory.find_prefix(known, engine._scope("default")))
-    source = np.column_stack((pages, engine.memory.local_pages.of(pages)))[:, page_list]
+    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
+    source = np.column_stack((pages, engine.memory.known.local_pages.of(pages)))[:, page_list]
     slots = (source[:, None] * BLOCK + np.arange(BLOCK)).ravel()
     engine.memory.cache.values[:, slots] = 3.0
     after = ask(engine, prompt, Naive(), remember=False)
@@ -183,8 +186,8 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
 def test_what_local_heads_have_lost_is_computed(engine: Engine, decoder: Decoder):
     known = tokens(120, 1)
     ask(engine, known, Full())
-    pages = np.array(engine.memory.find_prefix(known, engine._scope("default")))
-    engine.memory.pool._drop(engine.memory.local_pages.of(pages[4:9]).ravel().tolist())
+    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
+    engine.memory.pool._drop(engine.memory.known.local_pages.of(pages[4:9]).ravel().tolist())
     prompt = tokens(9, 2) + known + tokens(5, 3)
     result = ask(engine, prompt, SparseX(topk=1.0))
     assert result.report.grafted_tokens == 32 + 120 - 72 - 0
@@ -229,6 +232,65 @@ def test_pages_are_conserved_and_answers_exact_under_random_load(
                 assert "the KV pool must be larger" in result.error
         engine.check()
         assert engine.memory.pool.num_used == 0
+
+
+@pytest.mark.parametrize("head_paging", [False, True])
+@pytest.mark.parametrize("count", [5, 40, 131])
+def test_a_prompt_computed_here_is_answered_there(model_dir: Path, tmp_path: Path, count: int, head_paging: bool):
+    path, prompt = tmp_path / "payload.safetensors", tokens(count, 1)
+    here, there = (
+        Engine(model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging) for _ in range(2)
+    )
+    request = Request(prompt, "full", SamplingParams(max_tokens=50, ignore_eos=True))
+    assert here.prefill(request, path).prompt_tokens == count
+    here.check()
+    assert here.memory.pool.num_used == 0
+    result = there.resume(path)
+    assert result.token_ids == here.generate([request])[0].token_ids
+    assert result.finish_reason == "length"
+    there.check()
+    assert there.memory.pool.num_used == 0
+    assert ask(there, prompt, Full()).report.prefix_tokens == 0
+
+
+def test_local_heads_send_sinks_and_windows_only(model_dir: Path, tmp_path: Path):
+    sizes = {}
+    for head_paging in (False, True):
+        engine = Engine(model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging)
+        engine.prefill(Request(tokens(400, 1)), tmp_path / "payload")
+        sizes[head_paging] = sum(
+            tensor.nbytes for name, tensor in load_file(tmp_path / "payload").items() if not name.startswith("tokens")
+        )
+    per_token = 2 * 32 * 4  # keys and values of a head of 32 numbers
+    assert sizes[False] == 8 * 400 * per_token
+    assert sizes[True] == (2 * 400 + 6 * (SINKS + WINDOW - 1)) * per_token
+
+
+def test_payloads_that_do_not_fit_are_refused(model_dir: Path, model_dirs: dict[str, Path], tmp_path: Path):
+    engine, other = Engine(model_dir, dtype="float32"), Engine(model_dirs["llama"], dtype="float32")
+    path = tmp_path / "payload"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        engine.resume(path)
+    other.prefill(Request(tokens(20, 1)), path)
+    with pytest.raises(ValueError, match=r"was computed by model [0-9a-f]+\.\.\., not by this one"):
+        engine.resume(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is no payload"):
+        engine.resume(path)
+    engine.prefill(Request(tokens(20, 1)), path)
+    stored, header = load_file(path), dict(safe_open(path, "pt").metadata())
+    save_file(stored | {"tokens.0": stored["tokens.0"] + 1}, path, header)
+    with pytest.raises(ValueError, match="its tensors do not fit its header"):
+        engine.resume(path)
+    with pytest.raises(RequestError, match="the answer ends with its first token"):
+        engine.prefill(Request(tokens(20, 1), None, SamplingParams(max_tokens=1)), path)
+    small = Engine(model_dir, dtype="float32", num_pages=4)
+    with pytest.raises(RequestError, match="the KV pool must be larger"):
+        small.prefill(Request(tokens(100, 1)), path)
+    engine.prefill(Request(tokens(100, 1)), path)
+    with pytest.raises(PoolExhausted, match="8 pages needed, 4 are free"):
+        small.resume(path)
+    small.check()
 
 
 def test_maps_that_do_not_fit_are_refused(model_dirs: dict[str, Path], model_dir: Path):

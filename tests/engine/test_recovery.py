@@ -189,7 +189,7 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
     ask(engine, known, Full())
     before = ask(engine, prompt, policy, remember=False)
-    cache, index = engine.memory.cache, engine.memory.index
+    cache, index = engine.memory.cache, engine.memory.known.index
     scope = engine._scope("default")
     slots = index.match(np.array(known, np.int64), scope)[0].source_slots(16)
     unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
@@ -301,7 +301,7 @@ def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Pa
     prompt = tokens(100, 1)
     expected = truth(engine, prompt)
     ask(engine, prompt, Full())
-    pages = engine.memory.find_prefix(prompt, engine._scope("default"))
+    pages = engine.memory.known.find_prefix(prompt, engine._scope("default"))
     engine.memory.pool._drop([pages[2]])  # as if only this one had been reclaimed
     result = ask(engine, prompt, Naive())
     assert result.report.prefix_tokens == 80
@@ -408,8 +408,8 @@ def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(9, 3)
     expected = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
-    pages = np.array(engine.memory.find_prefix(known, engine._scope("default")))
-    engine.memory.pool._drop(engine.memory.local_pages.of(pages[2:6]).ravel().tolist())
+    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
+    engine.memory.pool._drop(engine.memory.known.local_pages.of(pages[2:6]).ravel().tolist())
     everything = RedKnot(mass=1.0, reuse="off", edge_mass=1.0)
     for policy in (everything, RedKnot(recent=8, min_keep=4), Naive()):
         result = ask(engine, prompt, policy, remember=False)

@@ -142,7 +142,9 @@ HANDED = {
     ("server/segments.py", "", "request.app.state.serving_tokenization"): f"{TOKENIZE}.serving:ServingTokenization",
     ("server/status.py", "", "request.app.state.openai_serving_models"): f"{MODELS}.serving:OpenAIServingModels",
 }
-OWN = {"attentions", "attach", "worker_side", "scheduler_side", "_metrics", "sinks", "sink_blocks"}  # attributes of `self` that are ours
+OWN = {
+    "attentions", "attach", "worker_side", "scheduler_side", "_metrics", "sinks", "sink_blocks",
+}  # attributes of `self` that are ours  # fmt: skip
 SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"}
 
 

@@ -9,8 +9,10 @@ import torch
 
 from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.handover import load_payload, put_payload, save_payload
+from kvgraft.engine.known import Known
 from kvgraft.engine.memory import Memory
-from kvgraft.engine.request import Event, Request, RequestError, Result
+from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
@@ -118,7 +120,8 @@ class Engine:
             pool.on_drop = cache.poison
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        self.memory = Memory(pool, cache, self.frozen, chunk, approximate_sources, require_clean_context)
+        known = Known(pool, layout, approximate_sources, require_clean_context)
+        self.memory = Memory(pool, cache, self.frozen, known, chunk)
         self.scheduler = Scheduler(self.decoder, self.memory, self.head_map)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
@@ -138,6 +141,45 @@ class Engine:
         sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
         return self._events(sequences)
 
+    def prefill(self, request: Request | str, path: str | Path) -> Report:
+        """Compute a prompt and the first token of its answer; another engine goes on from the file (`resume`).
+
+        Raises:
+            RequestError: a request that can never be served, or whose answer ends with its first token.
+        """
+        sequence = self._sequence(0, request)
+        self.scheduler.waiting.append(sequence)
+        try:
+            while sequence.first_token_pending and not sequence.done:
+                self.scheduler.step()
+            if sequence.done:
+                result = sequence.events[-1].result
+                raise RequestError((result and result.error) or "the answer ends with its first token")
+            save_payload(Path(path), sequence, self.memory.cache, self._model)
+        finally:
+            self.scheduler.abort([sequence])
+        return sequence.report
+
+    def resume(self, path: str | Path) -> Result:
+        """Finish what `prefill` of an engine with the same model and head classes has begun; the result is the whole
+        answer. Nothing of it is found by other requests. Sampling with a seed does not draw as it would have there.
+
+        Raises:
+            FileNotFoundError, ValueError: the file cannot be used; the message says why.
+            PoolExhausted: not enough pages are free.
+        """
+        payload = load_payload(Path(path), self.memory.cache, self._model)
+        header = payload.header
+        sequence = self._sequence(0, Request(header.prompt, "full", header.sampling, remember=False))
+        self.memory.adopt(sequence)
+        put_payload(payload, sequence, self.memory.cache)
+        self.scheduler.running.append(sequence)
+        sequence.accept(header.first_token, torch.zeros(0), self.config.eos_token_ids)
+        *_, last = self._events([sequence])
+        if last.result is None:
+            raise RuntimeError("the sequence ended without a result")
+        return last.result
+
     def freeze(self, name: str, prompt: Request | str) -> FrozenEntry:
         """Read a text and keep its blocks in the frozen pool under `name`, in the request's namespace.
 
@@ -150,13 +192,13 @@ class Engine:
         result = self.generate([reading])[0]
         if result.error:
             raise RequestError(result.error)
-        pages = self.memory.find_prefix(self.token_ids(request), self._scope(request.namespace))
-        return self.frozen.insert(name, request.namespace, self.memory.payload(pages))
+        pages = self.memory.known.find_prefix(self.token_ids(request), self._scope(request.namespace))
+        return self.frozen.insert(name, request.namespace, self.memory.known.payload(pages))
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests and the frozen pool hold."""
         self.memory.pool.clear()
-        self.memory.index.discard_stale()
+        self.memory.known.index.discard_stale()
 
     def check(self) -> None:
         """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
@@ -186,7 +228,7 @@ class Engine:
         return tokens
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
-        self.scheduler.waiting.extend(sequences)
+        self.scheduler.waiting.extend(sequence for sequence in sequences if sequence.lists is None)
         try:
             while any(not sequence.done or sequence.events for sequence in sequences):
                 for sequence in sequences:

@@ -103,7 +103,7 @@ class Scheduler:
         logits |= zip(exact, self._compute(policy, exact), strict=True)
         for sequence in sequences:
             self._accept(sequence, logits[sequence])
-            self.memory.offer(sequence)
+            self.memory.known.offer(sequence)
             self.memory.settle(sequence)
 
     def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
@@ -118,7 +118,7 @@ class Scheduler:
             if part.active.any():
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
             sequence.num_computed = part.num_tokens
-            self.memory.offer(sequence)
+            self.memory.known.offer(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
     def _recover(self, recover: Recover, sequences: list[Sequence]) -> Tensor:
@@ -133,7 +133,7 @@ class Scheduler:
         plan = Plan.batch(plans)
         tokens = torch.cat([torch.from_numpy(s.prompt[: p.num_tokens]) for s, p in zip(sequences, plans, strict=True)])
         slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
-        sources = self.memory.source_slots(plan)
+        sources = self.memory.known.source_slots(plan)
         ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
         hidden = recover(ctx)
         recomputed = hidden.where & plan.grafted
@@ -174,7 +174,7 @@ class Scheduler:
 
     def _retire(self) -> None:
         for sequence in [sequence for sequence in self.running if sequence.done]:
-            self.memory.offer(sequence)
+            self.memory.known.offer(sequence)
             self.memory.release(sequence)
             self.running.remove(sequence)
 

@@ -1,0 +1,175 @@
+"""What has been read and can be found again: exact prefix blocks, virtual blocks, and what local heads still hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.engine.sequence import Sequence
+from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.lists import LocalPages, PageLists
+from kvgraft.kv.pages import PagePool
+from kvgraft.prefill.plan import Plan
+from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.keys import chain_hashes
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a sequence takes of what is cached.
+
+    Attributes:
+        hits: block -> page of the first list, exact.
+        matches: what is grafted.
+        copied: hit blocks whose local pages are copied: those that local heads see.
+    """
+
+    hits: dict[int, int]
+    matches: list[Match]
+    copied: list[int]
+
+
+class Known:
+    """Content of a page pool by its tokens.
+
+    Args:
+        approximate_sources: let content computed after grafts be grafted again (off: exact content only).
+        require_clean_context: graft only text that stood at the beginning of what it was read in.
+    """
+
+    def __init__(
+        self, pool: PagePool, layout: StreamLayout, approximate_sources: bool, require_clean_context: bool
+    ) -> None:
+        self.pool = pool
+        self.layout = layout
+        self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
+        self.local_pages = LocalPages(pool, layout.num_local_lists)
+        self.approximate_sources = approximate_sources
+        self.require_clean_context = require_clean_context
+
+    def find(self, sequence: Sequence, grafts: bool) -> Reuse:
+        """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
+        known = self._exact_hits(sequence)
+        whole = np.fromiter(known, np.int64)[self.local_pages.complete(known.values())].tolist()
+        matches = self._matches(sequence, whole) if grafts else []
+        if matches:
+            return Reuse({block: known[block] for block in whole}, matches, whole)
+        layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
+        computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
+        for block in range(computed - 1, -1, -1):
+            seen = bool(layout.seen(np.array(block), computed * size, size))
+            if block not in known or (seen and block not in whole):
+                computed = block
+            else:
+                hits[block] = known[block]
+                copied += [block] if seen else []
+        return Reuse(dict(reversed(hits.items())), [], copied)
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that the sequence has computed since the last offer.
+
+        Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
+        no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so.
+        """
+        size, first = self.pool.block_size, sequence.num_offered
+        stop = sequence.num_computed // size
+        lists = sequence.lists
+        if not sequence.request.remember or stop <= first or lists is None:
+            return
+        tokens = np.array(sequence.tokens[: stop * size], np.int64)
+        chain = chain_hashes(tokens, size, sequence.scope)
+        is_exact = self._exact_blocks(sequence, stop)
+        exact = first + np.flatnonzero(is_exact[first:stop])
+        for block in exact.tolist():
+            self.pool.publish(int(lists.pages[0, block]), chain[block])
+        found = np.array([self.pool.lookup(chain[block]) for block in exact], np.int64)
+        self.local_pages.record(found, lists.pages[1:, exact])
+        while first < stop:
+            last = first + 1
+            while last < stop and is_exact[last] == is_exact[first]:
+                last += 1
+            self._insert(sequence, lists, tokens, range(first, last), is_exact[first])
+            first = last
+        sequence.num_offered = stop
+
+    def source_slots(self, plan: Plan) -> Tensor:
+        """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
+        page, offset = np.divmod(plan.graft_sources.numpy(), self.pool.block_size)
+        pages = np.vstack((page[None], self.local_pages.of(page).T))  # [lists, g]
+        return torch.from_numpy(np.where(pages < 0, -1, pages * self.pool.block_size + offset))
+
+    def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
+        """Pages of the leading full blocks of a token sequence, as far as they are cached."""
+        pages = []
+        for key in chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope):
+            if (page := self.pool.lookup(key)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def payload(self, pages: list[int]) -> list[int]:
+        """What is kept of the first pages of a text: those pages, and of local heads the sinks and the last window."""
+        blocks = np.arange(len(pages))
+        seen = self.layout.seen(blocks, len(pages) * self.pool.block_size, self.pool.block_size)
+        local = self.local_pages.of(np.array(pages, np.int64)[seen])
+        return [*pages, *local[local >= 0].tolist()]
+
+    def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
+        """Block -> page of every block whose whole history is cached as it is; never the block of the last token.
+
+        A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
+        """
+        chain = chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
+        found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
+        return {block: page for block, page in found if page is not None}
+
+    def _matches(self, sequence: Sequence, hit_blocks: Iterable[int]) -> list[Match]:
+        free = np.ones(sequence.num_prompt, bool)
+        for block in hit_blocks:
+            free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
+        matches = self.index.match(
+            sequence.prompt,
+            sequence.scope,
+            free=free,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
+        if not (sequence.policy.grafts_local_heads and self.layout.num_local_lists):
+            return matches
+        return [
+            part
+            for match in matches
+            for part in match.where(self.local_pages.complete(match.pages), self.pool.block_size)
+        ]
+
+    def _exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
+        """bool [count]: blocks before the first graft, and exact hits behind it."""
+        size = self.pool.block_size
+        is_exact = np.arange(1, count + 1) * size <= sequence.first_approximate
+        if sequence.plan is not None:
+            hits = sequence.plan.prefix[: count * size : size].numpy()
+            is_exact[: hits.size] |= hits
+        return is_exact
+
+    def _insert(self, sequence: Sequence, lists: PageLists, tokens: np.ndarray, blocks: range, exact: bool) -> None:
+        """Name consecutive blocks of one lineage."""
+        if not (exact or self.approximate_sources):
+            sequence.last_entry = -1
+            return
+        size, where = self.pool.block_size, slice(blocks.start, blocks.stop)
+        pages = lists.pages[0, where]
+        self.pool.keep(pages.tolist())
+        self.local_pages.record(pages, lists.pages[1:, where])
+        entries = self.index.insert(
+            tokens[blocks.start * size : blocks.stop * size],
+            pages.astype(np.int32),
+            self.pool.versions[pages],
+            source=sequence.source,
+            source_start=blocks.start * size,
+            scope=sequence.scope,
+            lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
+            after=sequence.last_entry,
+        )
+        sequence.last_entry = int(entries[-1])
