@@ -1,0 +1,199 @@
+"""Sessions that fit the same KV memory, dense and with a map that keeps 12.5 % of the KV heads whole.
+
+They are counted by admitting them: an engine with room for a few dense sessions is given more than fit, each a prompt of
+its own, and the most that are answered at one time count. Then the payload of one session is written as it would cross a
+prefill-decode boundary. A random-weight model (speed does not matter here), local heads of 64 sinks and a window of 256.
+
+    python benchmarks/capacity.py [--host vllm] [--contexts 8192,32768] [--json]
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.engine.config import load_config
+from kvgraft.kv.cache import KVCache
+from kvgraft.kv.heads import HeadClass, HeadMap, StreamLayout
+
+LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 8, 32, 64
+SINKS, WINDOW, ANSWER = 64, 256, 96
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context length; bytes are of the safetensors file of one session, None if none was written."""
+
+    context: int
+    dense: int
+    by_head: int
+    gain: float
+    dense_bytes: int | None = None
+    by_head_bytes: int | None = None
+
+
+def make_model(directory: Path, length: int) -> Path:
+    """A random model of 16 KV heads, of which the map beside it keeps 2, and a tokenizer that nobody uses."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=KV_HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        max_position_embeddings=length + ANSWER, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(directory)
+    classes = (HeadClass.GLOBAL,) + (HeadClass.LOCAL,) * (KV_HEADS - 1)
+    HeadMap(load_config(directory).identity, SINKS, WINDOW, (classes,) * LAYERS).save(directory / "heads.json")
+    return directory
+
+
+def prompt(context: int, seed: int) -> list[int]:
+    """Its own for every session, so that nothing is shared; the answer fills the context."""
+    return np.random.default_rng(seed).integers(2, VOCABULARY, context - ANSWER).tolist()
+
+
+def count_native(model: Path, context: int, memory: int, head_paging: bool, most: int) -> int:
+    """Sessions that are answered at one time."""
+    layout = StreamLayout.by_class(HeadMap.load(model / "heads.json")) if head_paging else None
+    per_page = KVCache.bytes_per_page(layout or StreamLayout.dense(LAYERS, KV_HEADS), 16, HEAD_DIM, torch.float32)
+    engine = Engine(
+        model, dtype="float32", num_pages=memory // per_page, max_prefill_tokens=2048, head_paging=head_paging,
+        policy="full",
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    peak = 0
+    for _ in engine.stream([Request(prompt(context, seed), None, sampling) for seed in range(most)]):
+        peak = max(peak, len(engine.scheduler.running))
+        if engine.scheduler.waiting and any(s.num_computed > context - 8 for s in engine.scheduler.running):
+            break  # the first is about to end: who waits by now has not fitted
+    engine.check()
+    return peak
+
+
+def count_vllm(model: Path, context: int, memory: int, by_head: bool, most: int) -> int:
+    """The same of vLLM, in a process of its own."""
+    given = json.dumps([str(model), context, memory, by_head, most])
+    environment = os.environ | VLLM_ENVIRONMENT
+    done = subprocess.run(
+        [sys.executable, __file__, "--inside", given], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return int(done.stdout.rsplit("sessions: ", 1)[1])
+
+
+def inside_vllm(model: str, context: int, memory: int, by_head: bool, most: int) -> int:
+    """What `count_vllm` runs: sessions that are decoding at one time, none of them ever preempted."""
+    from vllm import LLM
+    from vllm import SamplingParams as Sampling
+
+    heads = {
+        "hf_overrides": {"architectures": ["KVGraftByHeadQwen3ForCausalLM"]},
+        "additional_config": {"kvgraft_head_map": f"{model}/heads.json"},
+    }
+    llm = LLM(
+        model, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=memory, max_num_seqs=most,
+        max_model_len=context, max_num_batched_tokens=2048, enable_prefix_caching=True, **(heads if by_head else {}),
+    )  # fmt: skip
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    sampling = Sampling(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    for seed in range(most):
+        engine.add_request(str(seed), {"prompt_token_ids": prompt(context, seed)}, sampling)
+    peak = 0
+    while not any(output.finished for output in engine.step()):
+        running = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        peak = max(peak, sum(r.num_preemptions == 0 for r in running))
+    return peak
+
+
+def payload_bytes(model: Path, context: int, head_paging: bool, directory: Path) -> int:
+    """Of the file that hands one session over."""
+    engine = Engine(model, dtype="float32", head_paging=head_paging, kv_gib=1.0, max_prefill_tokens=2048, policy="full")
+    path = directory / "payload.safetensors"
+    engine.prefill(Request(prompt(context, 0), None, SamplingParams(max_tokens=ANSWER, ignore_eos=True)), path)
+    return path.stat().st_size
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="Tokens of a session, prompt and answer, by commas.")] = "8192,32768",
+    dense_sessions: Annotated[int, typer.Option(help="Dense sessions that the memory is made for.")] = 4,
+    host: Annotated[str, typer.Option(help="native or vllm.")] = "native",
+    payload: Annotated[bool, typer.Option(help="Also write what crosses a prefill-decode boundary.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    inside: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Count sessions."""
+    if inside is not None:
+        print(f"sessions: {inside_vllm(*json.loads(inside))}")
+        return
+    if host not in ("native", "vllm"):
+        raise typer.BadParameter(f"host {host!r}: choose native or vllm")
+    lengths = [int(part) for part in contexts.split(",")]
+    if min(lengths) < 1024:
+        raise typer.BadParameter("contexts must have at least 1024 tokens")
+    count = count_native if host == "native" else count_vllm
+    console, rows = Console(stderr=True), []
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("capacity", total=2 * len(lengths))
+        model = make_model(Path(place) / "model", max(lengths))
+        for context in lengths:
+            memory = dense_sessions * context * 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+            memory += memory // dense_sessions // 64  # vLLM keeps one block of its own
+            found = []
+            for by_head in (False, True):
+                found.append(
+                    count(model, context, memory, by_head, 9 * dense_sessions if by_head else 2 * dense_sessions)
+                )
+                progress.advance(task)
+            sizes = (
+                [payload_bytes(model, context, by_head, Path(place)) for by_head in (False, True)]
+                if payload and host == "native"
+                else [None, None]
+            )
+            rows.append(Row(context, found[0], found[1], found[1] / found[0], *sizes))
+    configuration: dict[str, Any] = {
+        "host": host, "layers": LAYERS, "KV heads": f"1 of {KV_HEADS} keeps everything", "sinks": SINKS,
+        "window": WINDOW, "memory for": f"{dense_sessions} dense sessions", "block size": 16 if host == "native" else 32,
+        "tokens at a time": 2048,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps({"configuration": configuration, "rows": [asdict(row) for row in rows]}))
+        return
+    Console().print(configuration)
+    table = Table(box=box.MARKDOWN)
+    for name in ("context", "dense", "by head", "gain", "dense MiB", "by head MiB", "fewer bytes"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        size = [f"{n / 2**20:.1f}" if n else "-" for n in (row.dense_bytes, row.by_head_bytes)]
+        ratio = f"{row.dense_bytes / row.by_head_bytes:.1f}x" if row.dense_bytes and row.by_head_bytes else "-"
+        table.add_row(f"{row.context // 1024}K", str(row.dense), str(row.by_head), f"{row.gain:.2f}x", *size, ratio)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
