@@ -1,8 +1,9 @@
 """Sessions that fit the same KV memory, dense and with a map that keeps 12.5 % of the KV heads whole.
 
-They are counted by admitting them: an engine with room for a few dense sessions is given more than fit, each a prompt of
-its own, and the most that are answered at one time count. Then the payload of one session is written as it would cross a
-prefill-decode boundary. A random-weight model (speed does not matter here), local heads of 64 sinks and a window of 256.
+They are counted by admitting them: an engine with room for a few dense sessions is given more than fit, each a prompt
+of its own, and the most that are answered at one time count. Then the payload of one session is written as it would
+cross a prefill-decode boundary. A random-weight model (speed does not matter), local heads of 64 sinks and a window of
+256 tokens.
 
     python benchmarks/capacity.py [--host vllm] [--contexts 8192,32768] [--json]
 """
@@ -178,8 +179,8 @@ def main(
             rows.append(Row(context, found[0], found[1], found[1] / found[0], *sizes))
     configuration: dict[str, Any] = {
         "host": host, "layers": LAYERS, "KV heads": f"1 of {KV_HEADS} keeps everything", "sinks": SINKS,
-        "window": WINDOW, "memory for": f"{dense_sessions} dense sessions", "block size": 16 if host == "native" else 32,
-        "tokens at a time": 2048,
+        "window": WINDOW, "memory for": f"{dense_sessions} dense sessions",
+        "block size": 16 if host == "native" else 32, "tokens at a time": 2048,
     }  # fmt: skip
     if as_json:
         print(json.dumps({"configuration": configuration, "rows": [asdict(row) for row in rows]}))
