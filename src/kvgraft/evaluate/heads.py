@@ -24,6 +24,7 @@ from kvgraft.segments.prompt import tokenise
 
 SUITES = "ruler,multihop"  # needles and retrieval
 PREFIX = 0.25  # of a sample's tokens
+ROBUST = 0.25  # shift below which cached KV of a head is right behind any prefix
 ROWS = 256  # queries whose attention weights are held at a time
 
 
@@ -126,15 +127,15 @@ def profile(
 
 
 def classify(measured: np.ndarray, share: float | None, threshold: float | None) -> tuple[tuple[HeadClass, ...], ...]:
-    """Classes from shift and far mass [2, L, Hkv]. Of the heads that are kept, those are `retrieval` whose output
-    shifts less with the prefix than that of the median head."""
+    """Classes from shift and far mass [2, L, Hkv]. Of the heads that are kept, `retrieval` are those whose output hardly
+    shifts with the prefix."""
     shift, far = measured
     if threshold is not None:
         kept = far >= threshold
     else:
         kept = np.zeros(far.shape, bool)
         kept.flat[np.argsort(-far, axis=None, kind="stable")[: max(1, round((share or 0) * far.size))]] = True
-    whole = np.where(shift >= np.median(shift), HeadClass.GLOBAL, HeadClass.RETRIEVAL)
+    whole = np.where(shift < ROBUST, HeadClass.RETRIEVAL, HeadClass.GLOBAL)
     found = np.where(kept, whole, HeadClass.LOCAL)
     return tuple(tuple(HeadClass(name) for name in row) for row in found.tolist())
 
