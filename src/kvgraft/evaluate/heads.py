@@ -127,8 +127,8 @@ def profile(
 
 
 def classify(measured: np.ndarray, share: float | None, threshold: float | None) -> tuple[tuple[HeadClass, ...], ...]:
-    """Classes from shift and far mass [2, L, Hkv]. Of the heads that are kept, `retrieval` are those whose output hardly
-    shifts with the prefix."""
+    """Classes from shift and far mass [2, L, Hkv]. Kept heads are `retrieval` if their output hardly shifts with the
+    prefix, else `global`."""
     shift, far = measured
     if threshold is not None:
         kept = far >= threshold
