@@ -33,7 +33,8 @@ from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadClass, HeadMap, StreamLayout
 
 LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 8, 32, 64
-SINKS, WINDOW, ANSWER = 64, 256, 96
+SINKS, WINDOW, STEP = 64, 256, 2048
+OFFERED = 9  # sessions, for each dense one that fits
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -58,7 +59,7 @@ def make_model(directory: Path, length: int) -> Path:
     config = AutoConfig.for_model(
         "qwen3", vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
         num_attention_heads=KV_HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        max_position_embeddings=length + ANSWER, tie_word_embeddings=True,
+        max_position_embeddings=length, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -69,9 +70,14 @@ def make_model(directory: Path, length: int) -> Path:
     return directory
 
 
-def prompt(context: int, seed: int) -> list[int]:
+def answer_tokens(context: int, most: int) -> int:
+    """So many that the first session still runs when the last prompt has been computed, in steps of STEP tokens."""
+    return most * -(-context // STEP) + 64
+
+
+def prompt(context: int, seed: int, answer: int) -> list[int]:
     """Its own for every session, so that nothing is shared; the answer fills the context."""
-    return np.random.default_rng(seed).integers(2, VOCABULARY, context - ANSWER).tolist()
+    return np.random.default_rng(seed).integers(2, VOCABULARY, context - answer - 1).tolist()
 
 
 def count_native(model: Path, context: int, memory: int, head_paging: bool, most: int) -> int:
@@ -79,15 +85,16 @@ def count_native(model: Path, context: int, memory: int, head_paging: bool, most
     layout = StreamLayout.by_class(HeadMap.load(model / "heads.json")) if head_paging else None
     per_page = KVCache.bytes_per_page(layout or StreamLayout.dense(LAYERS, KV_HEADS), 16, HEAD_DIM, torch.float32)
     engine = Engine(
-        model, dtype="float32", num_pages=memory // per_page, max_prefill_tokens=2048, head_paging=head_paging,
+        model, dtype="float32", num_pages=memory // per_page, max_prefill_tokens=STEP, head_paging=head_paging,
         policy="full",
     )  # fmt: skip
-    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    peak = 0
-    for _ in engine.stream([Request(prompt(context, seed), None, sampling) for seed in range(most)]):
-        peak = max(peak, len(engine.scheduler.running))
-        if engine.scheduler.waiting and any(s.num_computed > context - 8 for s in engine.scheduler.running):
-            break  # the first is about to end: who waits by now has not fitted
+    answer = answer_tokens(context, most)
+    sampling, peak, idle = SamplingParams(max_tokens=answer, ignore_eos=True), 0, 0
+    for _ in engine.stream([Request(prompt(context, seed, answer), None, sampling) for seed in range(most)]):
+        running = len(engine.scheduler.running)
+        peak, idle = max(peak, running), 0 if running > peak else idle + 1
+        if idle > 4 * peak:  # events: nobody was admitted for several steps, so who waits does not fit
+            break
     engine.check()
     return peak
 
@@ -115,25 +122,27 @@ def inside_vllm(model: str, context: int, memory: int, by_head: bool, most: int)
     }
     llm = LLM(
         model, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=memory, max_num_seqs=most,
-        max_model_len=context, max_num_batched_tokens=2048, enable_prefix_caching=True, **(heads if by_head else {}),
+        max_model_len=context, max_num_batched_tokens=STEP, enable_prefix_caching=True, **(heads if by_head else {}),
     )  # fmt: skip
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    sampling = Sampling(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    answer = answer_tokens(context, most)
+    sampling = Sampling(temperature=0, max_tokens=answer, ignore_eos=True)
     for seed in range(most):
-        engine.add_request(str(seed), {"prompt_token_ids": prompt(context, seed)}, sampling)
-    peak = 0
-    while not any(output.finished for output in engine.step()):
+        engine.add_request(str(seed), {"prompt_token_ids": prompt(context, seed, answer)}, sampling)
+    peak, idle = 0, 0
+    while idle < 3 * (context // STEP) and not any(output.finished for output in engine.step()):
         running = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
-        peak = max(peak, sum(r.num_preemptions == 0 for r in running))
+        count = sum(r.num_preemptions == 0 for r in running)
+        peak, idle = max(peak, count), 0 if count > peak else idle + 1
     return peak
 
 
 def payload_bytes(model: Path, context: int, head_paging: bool, directory: Path) -> int:
     """Of the file that hands one session over."""
-    engine = Engine(model, dtype="float32", head_paging=head_paging, kv_gib=1.0, max_prefill_tokens=2048, policy="full")
+    engine = Engine(model, dtype="float32", head_paging=head_paging, kv_gib=1.0, max_prefill_tokens=STEP, policy="full")
     path = directory / "payload.safetensors"
-    engine.prefill(Request(prompt(context, 0), None, SamplingParams(max_tokens=ANSWER, ignore_eos=True)), path)
+    engine.prefill(Request(prompt(context, 0, 2), None, SamplingParams(max_tokens=2, ignore_eos=True)), path)
     return path.stat().st_size
 
 
@@ -167,9 +176,7 @@ def main(
             memory += memory // dense_sessions // 64  # vLLM keeps one block of its own
             found = []
             for by_head in (False, True):
-                found.append(
-                    count(model, context, memory, by_head, 9 * dense_sessions if by_head else 2 * dense_sessions)
-                )
+                found.append(count(model, context, memory, by_head, (OFFERED if by_head else 2) * dense_sessions))
                 progress.advance(task)
             sizes = (
                 [payload_bytes(model, context, by_head, Path(place)) for by_head in (False, True)]
@@ -180,7 +187,7 @@ def main(
     configuration: dict[str, Any] = {
         "host": host, "layers": LAYERS, "KV heads": f"1 of {KV_HEADS} keeps everything", "sinks": SINKS,
         "window": WINDOW, "memory for": f"{dense_sessions} dense sessions",
-        "block size": 16 if host == "native" else 32, "tokens at a time": 2048,
+        "block size": 16 if host == "native" else 32, "tokens at a time": STEP,
     }  # fmt: skip
     if as_json:
         print(json.dumps({"configuration": configuration, "rows": [asdict(row) for row in rows]}))
