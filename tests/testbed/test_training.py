@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from kvgraft.testbed import tasks, vocabulary
-from kvgraft.testbed.training import curriculum, mimetic, trainer
+from kvgraft.testbed import MODEL_DIR, tasks, vocabulary
+from kvgraft.testbed.training import by_head, curriculum, mimetic, trainer
 from kvgraft.testbed.training.batches import IDS, make_batch
 from kvgraft.testbed.training.curriculum import STAGES, Stage
 from kvgraft.testbed.training.export import export, make_tokenizer
@@ -154,3 +154,36 @@ def test_chat_template():
     assert tokenizer.decode(tokenizer("code of lamp").input_ids) == "code of lamp"
     with pytest.raises(Exception, match="unknown role critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
+
+
+def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_three_of_four_steps(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(curriculum, "BY_HEAD", (TINY, TINY))
+    seen: list[int] = []
+    make_mask = by_head.mask
+
+    def count(layer: int, *shape: int) -> torch.Tensor:
+        seen.append(layer)
+        return make_mask(layer, *shape)
+
+    monkeypatch.setattr(by_head, "mask", count)
+    job = Job(tmp_path, num_processes=1, by_head=True)
+    train(job)
+    assert set(seen) == {0, 1}
+    assert job.identity == {"seed": 0, "processes": 1, "by_head": 1}
+    trained = load_file(tmp_path / "model-6.safetensors")["model.model.layers.3.mlp.up_proj.weight"]
+    bundled = load_file(MODEL_DIR / "model.safetensors")["model.layers.3.mlp.up_proj.weight"].float()
+    assert 0 < float((trained - bundled).norm() / bundled.norm()) < 0.2
+    assert by_head.head_map("x").num_kept == 7
+
+
+def test_local_heads_see_sinks_and_a_window():
+    first, later = (by_head.mask(layer, 100, 2, 3).unflatten(0, (3, 4)) for layer in (0, 1))
+    assert first.shape == (3, 4, 200, 100)
+    seen = later[0] == 0  # [Hkv, group * length, length]
+    assert torch.equal(seen[:, :100], seen[:, 100:])
+    causal = torch.ones(100, 100).tril() > 0
+    assert torch.equal(seen[0, :100], causal)
+    assert seen[1, 90].nonzero()[:, 0].tolist() == [*range(4), *range(27, 91)]
+    assert torch.equal((first[0, 0] == 0)[:100], seen[1, :100])

@@ -1,6 +1,6 @@
 """A small bundled language model and the tasks that it was trained on.
 
-The model (6 layers, 448 words, up to about 2000 tokens) answers questions that need one fact, or several facts from
+The model (8 layers, 475 words, up to 4608 tokens) answers questions that need one fact, or several facts from
 different places in its prompt. Its answers tell whether reused KV still means what freshly computed KV means.
 """
 

@@ -3,6 +3,7 @@
 curriculum   what each stage of training reads
 batches      texts with many questions, and the labels of their answers
 mimetic      starting weights that already look for things
+by_head      the model by head: the same, trained on with local heads
 trainer      the loop: two processes, checkpoints, progress
 export       the Hugging Face directory, tokenizer and chat template included
 """

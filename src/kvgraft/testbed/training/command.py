@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvgraft.testbed.training.curriculum import num_steps
+from kvgraft.engine.config import load_config
+from kvgraft.kv.heads import HEAD_MAP_FILE
+from kvgraft.testbed.training.by_head import head_map
 from kvgraft.testbed.training.export import export
 from kvgraft.testbed.training.trainer import Job, make_config, train
 
@@ -24,14 +26,17 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory of checkpoints, log and, in the end, the model.")],
     seed: Annotated[int, typer.Option(help="Of the starting weights and of all texts.")] = 0,
     processes: Annotated[int, typer.Option(help="Of one thread each; more make larger batches.")] = 2,
+    by_head: Annotated[
+        bool, typer.Option("--by-head", help="Train the bundled model on, so that most KV heads need a window only.")
+    ] = False,
     until: Annotated[int | None, typer.Option(help="Stop after this step; to go on, start it again.")] = None,
 ) -> None:
-    """Train the testbed model from scratch (about an hour on two cores); started again, it goes on."""
+    """Train the testbed model from scratch (about an hour on two cores), or by head; started again, it goes on."""
     for name, value in (("processes", processes), ("until", until)):
         if value is not None and value < 1:
             raise typer.BadParameter(f"{name} must be at least 1, got {value}")
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(out, seed, processes, until)
+    job = Job(out, seed, processes, until, by_head)
     try:
         job.checkpoint()
     except ValueError as error:
@@ -41,9 +46,11 @@ def main(
         port = probe.getsockname()[1]
     os.environ.update({**ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     multiprocessing.spawn(_work, (job,), nprocs=processes)
-    if job.last_step < num_steps():
+    if job.last_step < job.num_steps:
         return
     export(out / f"model-{job.last_step}.safetensors", make_config(), out / MODEL)
+    if by_head:
+        head_map(load_config(out / MODEL).identity).save(out / MODEL / HEAD_MAP_FILE)
     Console(stderr=True).print(f"{out / MODEL}: the model; {out / 'log.jsonl'}: how it learned")
 
 
@@ -54,7 +61,7 @@ def _work(rank: int, job: Job) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("training", total=num_steps(), said="")
+        bar = progress.add_task("training", total=job.num_steps, said="")
 
         def show(step: int, said: dict[str, float]) -> None:
             progress.update(bar, completed=step)

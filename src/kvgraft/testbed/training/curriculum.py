@@ -1,5 +1,6 @@
 """What each stage of training reads: short texts and single facts first, then everything, then longer texts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvgraft.testbed.tasks import TASKS, Task
@@ -35,10 +36,16 @@ STAGES = (
     Stage(300, 2048, 8e-4),
     Stage(150, 4096, 4e-4),
 )
+BY_HEAD = (  # from the bundled weights, see `by_head`
+    Stage(1400, 512, 1e-3),
+    Stage(1000, 1024, 7e-4),
+    Stage(120, 2048, 3e-4),
+    Stage(40, 4096, 2e-4),
+)
 WARM_UP_STEPS = 60
 LAST_RATE = 1e-4
 
 
-def num_steps() -> int:
+def num_steps(stages: Sequence[Stage] = STAGES) -> int:
     """Of all stages."""
-    return sum(stage.steps for stage in STAGES)
+    return sum(stage.steps for stage in stages)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.testbed import vocabulary
-from kvgraft.testbed.training import curriculum, mimetic
+from kvgraft.testbed.training import by_head, curriculum, mimetic
 from kvgraft.testbed.training.batches import Batch, make_batch
 
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
@@ -34,22 +35,34 @@ OTHER_RATE = 0.4  # of embeddings and norms, as a share of the matrices'
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; `directory` holds its checkpoint and log. `until`: stop after this step (None: the last)."""
+    """One training run; `directory` holds its checkpoint and log. `until`: stop after this step (None: the last).
+    `by_head`: train the bundled model on with local heads."""
 
     directory: Path
     seed: int = 0
     num_processes: int = 2
     until: int | None = None
+    by_head: bool = False
+
+    @property
+    def stages(self) -> tuple[curriculum.Stage, ...]:
+        """What it reads."""
+        return curriculum.BY_HEAD if self.by_head else curriculum.STAGES
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return curriculum.num_steps(self.stages)
 
     @property
     def last_step(self) -> int:
         """Where it stops."""
-        return min(self.until or curriculum.num_steps(), curriculum.num_steps())
+        return min(self.until or self.num_steps, self.num_steps)
 
     @property
     def identity(self) -> dict[str, int]:
         """What all parts of one run share."""
-        return {"seed": self.seed, "processes": self.num_processes}
+        return {"seed": self.seed, "processes": self.num_processes} | ({"by_head": 1} if self.by_head else {})
 
     def checkpoint(self) -> int:
         """The step of its checkpoint, 0 without one.
@@ -111,10 +124,14 @@ def train(job: Job, rank: int = 0, on_step: Callable[[int, dict[str, float]], No
 class _Trainer:
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.step = job, rank, 0
-        ALL_ATTENTION_FUNCTIONS.register("kvgraft_training", _Attention())
+        self.attention = _Attention()
+        ALL_ATTENTION_FUNCTIONS.register("kvgraft_training", self.attention)
         self.model = LlamaForCausalLM(make_config())
         self.model.set_attn_implementation("kvgraft_training")
-        mimetic.initialise(self.model, job.seed)
+        if job.by_head:
+            by_head.initialise(self.model)
+        else:
+            mimetic.initialise(self.model, job.seed)
         self.lens: list[Tensor] = []
         layers = self.model.model.layers
         layers[RESOLVED_BY - 1].register_forward_hook(lambda *call: self.lens.append(call[2]))
@@ -133,7 +150,8 @@ class _Trainer:
 
     def advance(self) -> dict[str, float]:
         """One step; what there is to say of the last ones, if it is time to."""
-        stage, rate = _schedule(self.step)
+        stage, rate = _schedule(self.step, self.job.stages)
+        self.attention.windowed = self.job.by_head and self.step % by_head.DENSE_EVERY > 0
         batch = make_batch(stage, NUM_TOKENS, (self.job.seed, self.step, self.rank))
         self.lens.clear()
         with torch.autocast("cpu", torch.bfloat16):
@@ -230,11 +248,11 @@ class _Trainer:
         _restore(self.muon, self.mine, load_file(self.job.directory / f"muon-{self.rank}-{self.step}.safetensors"))
 
 
-def _schedule(step: int) -> tuple[curriculum.Stage, float]:
+def _schedule(step: int, stages: tuple[curriculum.Stage, ...]) -> tuple[curriculum.Stage, float]:
     """Stage and learning rate of a step."""
-    rates = [*(stage.rate for stage in curriculum.STAGES[1:]), curriculum.LAST_RATE]
+    rates = [*(stage.rate for stage in stages[1:]), curriculum.LAST_RATE]
     left = step
-    for stage, following in zip(curriculum.STAGES, rates, strict=True):
+    for stage, following in zip(stages, rates, strict=True):
         if left < stage.steps:
             rate = stage.rate + (following - stage.rate) * left / stage.steps
             return stage, rate * min(1.0, (step + 1) / curriculum.WARM_UP_STEPS)
@@ -249,24 +267,31 @@ def _answer_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class _Attention:
-    """Causal attention by batched products: at these sizes faster, forward and backward, than the fused kernel."""
+    """Causal attention by batched products: at these sizes faster, forward and backward, than the fused kernel.
+    `windowed`: local heads of the model by head see what they keep."""
 
     def __init__(self) -> None:
-        self.masks: dict[tuple[int, int], Tensor] = {}
+        self.windowed = False
+        self.masks: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
         scaling: float, **_: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
         batch, heads, length, d = query.shape
         kv_heads = key.shape[1]
         group = heads // kv_heads
-        if (length, group) not in self.masks:
-            mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu_(1)
-            self.masks = {(length, group): mask.repeat(group, 1)}
+        key_of_mask = (length, group, batch, min(module.layer_idx, 1)) if self.windowed else (length, group)
+        if key_of_mask not in self.masks:
+            self.masks = {k: m for k, m in self.masks.items() if k[0] == length}
+            if self.windowed:
+                self.masks[key_of_mask] = by_head.mask(module.layer_idx, length, group, batch)
+            else:
+                mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu_(1)
+                self.masks[key_of_mask] = mask.repeat(group, 1)
         rows = (query * scaling).reshape(batch * kv_heads, group * length, d).bfloat16()
         key, value = (x.reshape(batch * kv_heads, length, d).bfloat16() for x in (key, value))
-        weights = torch.baddbmm(self.masks[length, group], rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
+        weights = torch.baddbmm(self.masks[key_of_mask], rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
         return torch.bmm(weights, value).view(batch, heads, length, d).transpose(1, 2), None
 
 
