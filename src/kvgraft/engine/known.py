@@ -52,10 +52,11 @@ class Known:
     def find(self, sequence: Sequence, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
         known = self._exact_hits(sequence)
-        whole = np.fromiter(known, np.int64)[self.local_pages.complete(known.values())].tolist()
+        complete = self.local_pages.complete(known.values())
+        whole = {block: page for (block, page), held in zip(known.items(), complete, strict=True) if held}
         matches = self._matches(sequence, whole) if grafts else []
-        if matches:
-            return Reuse({block: known[block] for block in whole}, matches, whole)
+        if matches or not self.layout.num_local_lists:
+            return Reuse(whole, matches, list(whole) if self.layout.num_local_lists else [])
         layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
         computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
         for block in range(computed - 1, -1, -1):
@@ -110,11 +111,12 @@ class Known:
         return pages
 
     def payload(self, pages: list[int]) -> list[int]:
-        """What is kept of the first pages of a text: those pages, and of local heads the sinks and the last window."""
+        """What is kept of the first pages of a text: those pages, and of local heads the sinks and the last window; but
+        no local page that a running sequence is to give back."""
         blocks = np.arange(len(pages))
         seen = self.layout.seen(blocks, len(pages) * self.pool.block_size, self.pool.block_size)
         local = self.local_pages.of(np.array(pages, np.int64)[seen])
-        return [*pages, *local[local >= 0].tolist()]
+        return [*pages, *local[(local >= 0) & (self.pool.ref_counts[local] == 0)].tolist()]
 
     def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
         """Block -> page of every block whose whole history is cached as it is; never the block of the last token.

@@ -78,8 +78,8 @@ class LocalPages:
         self._owner_versions = np.zeros((pool.num_pages, num_local_lists), np.int64)
 
     def record(self, pages: np.ndarray, local: np.ndarray) -> None:
-        """pages int [b] of the first list, local int [local lists, b], -1 where there is none; what lives stays."""
-        new = (self.of(pages) < 0) & (local.T >= 0)  # [b, lists]
+        """pages int [b] of the first list, local int [local lists, b], -1 where there is none: what was known stays."""
+        new = local.T >= 0  # [b, lists]
         rows = np.repeat(pages[:, None], new.shape[1], axis=1)[new]
         columns = np.broadcast_to(np.arange(new.shape[1]), new.shape)[new]
         self._pages[rows, columns] = local.T[new]
