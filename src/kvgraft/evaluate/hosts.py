@@ -30,9 +30,10 @@ class Answer:
         prompt, prefix, grafted, recomputed, fresh: tokens, see `PrefillReport`.
         computed: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         fallback: why grafts were not used, or None.
-        flops: floating-point operations of prefill; 0 over HTTP, where nobody counts them.
+        flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: of the prompt's keys and values; 0 over HTTP.
         distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
+        counts: what the policy counted, such as `promoted_heads`; empty over HTTP.
     """
 
     text: str
@@ -47,6 +48,8 @@ class Answer:
     flops: int = 0
     kv_bytes: int = 0
     distances: dict[str, float] = field(default_factory=dict)
+    ffn_flops: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Host(Protocol):
@@ -68,17 +71,16 @@ class NativeHost:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        config = engine.config
-        self._bytes_per_token = (
-            2 * config.num_layers * config.num_kv_heads * config.head_dim * engine.decoder.dtype.itemsize
-        )
+        self._layout = engine.memory.cache.layout
+        self._bytes_per_token = 2 * engine.config.head_dim * engine.decoder.dtype.itemsize  # of a stream
 
     def describe(self) -> dict[str, Any]:
         config, decoder = self.engine.config, self.engine.decoder
         return {
             "host": "native", "model": config.identity, "architecture": config.architecture,
             "layers": config.num_layers, "dtype": str(decoder.dtype).removeprefix("torch."),
-            "device": str(decoder.device),
+            "device": str(decoder.device), "head map": self.engine.head_map.digest if self.engine.head_map else None,
+            "head paging": self._layout.num_local_lists > 0,
         }  # fmt: skip
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
@@ -97,7 +99,8 @@ class NativeHost:
                 yield number, policy, Answer(
                     result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
                     report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
-                    report.prompt_tokens * self._bytes_per_token, distances,
+                    self._layout.tokens_held(report.prompt_tokens) * self._bytes_per_token, distances,
+                    report.ffn_flops, dict(report.counts),
                 )  # fmt: skip
 
     def _send(self, segments: Sequence[str], policy: str, sampling: SamplingParams, *, remember: bool) -> Result:

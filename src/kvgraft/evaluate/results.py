@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.metrics import interval
 from kvgraft.evaluate.runner import Row
 
@@ -30,6 +31,8 @@ class Summary:
         work: grafted (token, layer) pairs computed, probes included, of all grafted ones: what is computed beyond the
             fresh tokens.
         flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN where nobody counts.
+            `ffn_flops` are those of FFNs, of full's there, `attention_flops` all others, of full's.
+        promoted: heads that were promoted to see everything, mean per prompt.
         kv_mib: of keys and values, mean per prompt.
         ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by this one's.
         kl, top1, top10, cosine: of the first token against `full`; NaN where the host tells no logits.
@@ -49,6 +52,9 @@ class Summary:
     recomputed: float
     work: float
     flops: float
+    ffn_flops: float
+    attention_flops: float
+    promoted: float
     kv_mib: float
     ttft_ms: float
     speedup: float
@@ -89,6 +95,9 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
     grafted = sum(answer.grafted for answer in answers)
     extra = sum(max(0.0, answer.computed * answer.prompt - answer.fresh) for answer in answers if answer.grafted)
 
+    def share(count: Callable[[Answer], int]) -> float:
+        return sum(map(count, answers)) / (sum(count(row.answer) for row in truth) or float("nan"))
+
     def distance(name: str) -> float:
         return mean(answer.distances.get(name, float("nan")) for answer in answers)
 
@@ -105,7 +114,10 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
         reused=grafted / sum(answer.prompt for answer in answers),
         recomputed=sum(answer.recomputed for answer in answers) / max(1, grafted),
         work=extra / max(1, grafted),
-        flops=sum(answer.flops for answer in answers) / (sum(row.answer.flops for row in truth) or float("nan")),
+        flops=share(lambda answer: answer.flops),
+        ffn_flops=share(lambda answer: answer.ffn_flops),
+        attention_flops=share(lambda answer: answer.flops - answer.ffn_flops),
+        promoted=mean(answer.counts.get("promoted_heads", 0) for answer in answers),
         kv_mib=mean(answer.kv_bytes for answer in answers) / 2**20,
         ttft_ms=1000 * median(answer.ttft_s for answer in answers),
         speedup=median(f.answer.ttft_s / row.answer.ttft_s for f, row in zip(truth, rows, strict=True)),

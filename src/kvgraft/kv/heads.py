@@ -152,6 +152,13 @@ class StreamLayout:
         seen: np.ndarray = blocks * block_size < self.sinks
         return seen | ((blocks + 1) * block_size > first - self.window + 1)
 
+    def tokens_held(self, num_tokens: int) -> int:
+        """Tokens that all streams together hold of a prompt when its answer begins."""
+        whole = num_tokens * sum(heads.local.count(False) for heads in self.layers)
+        return whole + min(num_tokens, self.sinks + self.window - 1) * sum(
+            heads.local.count(True) for heads in self.layers
+        )
+
     @property
     def num_local_lists(self) -> int:
         """Lists that keep sinks and window."""
