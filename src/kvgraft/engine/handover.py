@@ -15,6 +15,7 @@ from torch import Tensor
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache
+from kvgraft.kv.heads import StreamLayout
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -28,15 +29,9 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Payload:
-    """A prompt that has been computed elsewhere.
-
-    Attributes:
-        tokens: by page list, int64 [t], the positions that it holds.
-        keys, values: by page list, [streams, t, d].
-    """
+    """A prompt that has been computed elsewhere: keys and values by page list, [streams, tokens sent, d]."""
 
     header: Header
-    tokens: list[Tensor]
     keys: list[Tensor]
     values: list[Tensor]
 
@@ -46,17 +41,11 @@ def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> 
     if sequence.lists is None:
         raise ValueError("the sequence holds no pages")
     header = Header(model, tuple(sequence.prompt.tolist()), sequence.tokens[-1], sequence.request.sampling)
-    here = torch.arange(sequence.num_computed)
     tensors = {}
     for page_list in range(cache.layout.num_lists):
-        tokens = here
-        if page_list:
-            window = here > sequence.num_computed - cache.layout.window
-            tokens = here[(here < cache.layout.sinks) | window]
-        slots = sequence.lists.slots[page_list, tokens]
-        tensors[f"tokens.{page_list}"] = tokens
-        tensors[f"keys.{page_list}"] = cache.keys[:, slots]
-        tensors[f"values.{page_list}"] = cache.values[:, slots]
+        slots = sequence.lists.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
+        tensors[f"keys.{page_list}"] = cache.keys[:, slots].cpu()
+        tensors[f"values.{page_list}"] = cache.values[:, slots].cpu()
     save_file(tensors, path, {"kvgraft": msgspec.json.encode(header).decode()})
 
 
@@ -74,22 +63,28 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
             header = msgspec.json.decode((file.metadata() or {}).get("kvgraft", ""), type=Header)
             if header.model != model:
                 raise ValueError(f"{path} was computed by model {header.model[:12]}..., not by this one")
-            found = {name: [file.get_tensor(f"{name}.{i}") for i in lists] for name in ("tokens", "keys", "values")}
+            keys, values = ([file.get_tensor(f"{name}.{i}") for i in lists] for name in ("keys", "values"))
     except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is no payload: {error}") from error
-    for tokens, keys, values in zip(*found.values(), strict=True):
-        shape = (cache.layout.width, tokens.numel(), cache.keys.shape[-1])
-        fits = tokens.dtype == torch.int64 and not ((tokens < 0) | (tokens >= len(header.prompt))).any()
-        if not fits or any(x.shape != shape or x.dtype != cache.keys.dtype for x in (keys, values)):
+    for page_list, pair in enumerate(zip(keys, values, strict=True)):
+        count = _sent(cache.layout, page_list, len(header.prompt)).numel()
+        shape = (cache.layout.width, count, cache.keys.shape[-1])
+        if any(part.shape != shape or part.dtype != cache.keys.dtype for part in pair):
             raise ValueError(f"{path} is no payload: its tensors do not fit its header")
-    return Payload(header, **found)
+    return Payload(header, keys, values)
 
 
 def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
     if sequence.lists is None:
         raise ValueError("the sequence holds no pages")
-    for page_list, tokens in enumerate(payload.tokens):
-        slots = sequence.lists.slots[page_list, tokens.to(cache.keys.device)]
-        cache.keys[:, slots] = payload.keys[page_list].to(cache.keys.device)
-        cache.values[:, slots] = payload.values[page_list].to(cache.keys.device)
+    for page_list, (keys, values) in enumerate(zip(payload.keys, payload.values, strict=True)):
+        slots = sequence.lists.slots[page_list, _sent(cache.layout, page_list, len(payload.header.prompt))]
+        cache.keys[:, slots] = keys.to(slots.device)
+        cache.values[:, slots] = values.to(slots.device)
+
+
+def _sent(layout: StreamLayout, page_list: int, num_tokens: int) -> Tensor:
+    """Positions of a prompt that the next query sees in a list: int64 [t]."""
+    here = torch.arange(num_tokens)
+    return here if page_list == 0 else here[(here < layout.sinks) | (here > num_tokens - layout.window)]
