@@ -1,9 +1,10 @@
 """Which queries an attention call serves, and where the context of each KV head lies in the paged pool."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import pairwise
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,25 @@ LONG_RUN = 256  # queries
 LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
 TILE_ROWS = 32  # queries that attention kernels take at a time
 WINDOW_ROWS = 128  # positions whose queries read their windows together
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
+    """A method that is called once for each set of (positional, hashable) arguments, as long as its object lives."""
+
+    @wraps(method)
+    def remembered(*given: P.args, **none: P.kwargs) -> Result:
+        owner, *arguments = given
+        known: dict[Any, Result] = vars(owner).setdefault("_memoised", {})
+        key = (method.__name__, *arguments)
+        if key not in known:
+            known[key] = method(*given, **none)
+        return known[key]
+
+    return remembered
 
 
 @dataclass(frozen=True)
@@ -132,42 +152,30 @@ class Context:
         """`positions` beside the pool."""
         return self.positions.to(self.slots.device)
 
+    @memoised
     def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
         """Tokens up to the last query that a list holds, and their slots: int64 [t] each, ascending."""
-        if page_list not in self._kept:
-            slots = self.slots[page_list, : self.seen]
-            tokens = (slots >= 0).nonzero()[:, 0]
-            self._kept[page_list] = tokens, slots[tokens]
-        return self._kept[page_list]
+        slots = self.slots[page_list, : self.seen]
+        tokens = (slots >= 0).nonzero()[:, 0]
+        return tokens, slots[tokens]
 
+    @memoised
     def stretch(self, page_list: int) -> slice | None:
         """Where the tokens that a list holds lie in the pool, if in one stretch and in order."""
-        if page_list not in self._stretches:
-            slots = self.kept(page_list)[1]
-            first, last = int(slots[0]), int(slots[-1])
-            together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
-            self._stretches[page_list] = slice(first, last + 1) if together else None
-        return self._stretches[page_list]
-
-    @cached_property
-    def _kept(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    @cached_property
-    def _stretches(self) -> dict[int, slice | None]:
-        return {}
+        slots = self.kept(page_list)[1]
+        first, last = int(slots[0]), int(slots[-1])
+        together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
+        return slice(first, last + 1) if together else None
 
 
 @dataclass(frozen=True, eq=False)
 class WindowTiles:
-    """Queries that read their windows together: w tiles of at most r queries and k tokens each, padded.
+    """Queries that read their windows together: w tiles of at most r queries and k tokens each, padded, for h heads.
 
     Attributes:
         rows: int64 [w, r], the query rows; all rows in order where `real` bool [w, r] is set.
-        slots: int64 [w, k]; padding repeats a slot that is in use, so that no page without content is ever read.
-        visible: bool [w, r, k].
-
-    `slots` and `visible` have one dimension more where heads differ, see `AttentionLayout.windows`.
+        slots: int64 [h, w, k]; padding repeats a slot that is in use, so that no page without content is ever read.
+        visible: bool [w, h, r, k], or [w, 1, r, k] where all heads see the same.
     """
 
     rows: Tensor
@@ -227,59 +235,53 @@ class AttentionLayout:
         seen = [context.slots[:, : context.seen] for context in self.contexts]
         return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
+    @memoised
     def query_tiles(self, size: int) -> Tensor:
         """int32 [tiles, 3]: at most `size` queries of one context each, as (context, first row, rows)."""
-        if size not in self._query_tiles:
-            tiles = [
-                (number, first, min(size, rows.stop - first))
-                for number, rows in enumerate(self.rows)
-                for first in range(rows.start, rows.stop, size)
-            ]
-            self._query_tiles[size] = torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
-        return self._query_tiles[size]
+        tiles = [
+            (number, first, min(size, rows.stop - first))
+            for number, rows in enumerate(self.rows)
+            for first in range(rows.start, rows.stop, size)
+        ]
+        return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
 
     @cached_property
-    def decode_buckets(self) -> list[list[int]]:
+    def decode_buckets(self) -> list[tuple[int, ...]]:
         """One query a prompt: the contexts of similar length, which are padded together; long ones stay alone."""
         buckets: dict[tuple[int, int], list[int]] = {}
         for row, context in enumerate(self.contexts):
             alone = row if context.seen >= LONG_CONTEXT else -1
             buckets.setdefault((context.seen.bit_length(), alone), []).append(row)
-        return list(buckets.values())
+        return [tuple(rows) for rows in buckets.values()]
 
-    def padded(self, rows: Sequence[int], page_list: int) -> tuple[Tensor, Tensor | None]:
+    @memoised
+    def padded(self, rows: tuple[int, ...], page_list: int) -> tuple[Tensor, Tensor | None]:
         """Slots [b, T] of the tokens that a list holds for these contexts, and which are no padding: bool [b, T], or
         None if there is none. Padding repeats a slot of the same prompt."""
-        key = (page_list, *rows)
-        if key not in self._padded:
-            kept = [self.contexts[row].kept(page_list)[1] for row in rows]
-            counts = torch.tensor([slots.numel() for slots in kept], device=kept[0].device)
-            longest = int(counts.max())
-            slots = torch.stack([torch.cat((s, s[:1].expand(longest - s.numel()))) for s in kept])
-            real = torch.arange(longest, device=slots.device) < counts[:, None]
-            self._padded[key] = slots, None if len(rows) == 1 else real
-        return self._padded[key]
+        kept = [self.contexts[row].kept(page_list)[1] for row in rows]
+        counts = torch.tensor([slots.numel() for slots in kept], device=kept[0].device)
+        longest = int(counts.max())
+        slots = torch.stack([torch.cat((s, s[:1].expand(longest - s.numel()))) for s in kept])
+        real = torch.arange(longest, device=slots.device) < counts[:, None]
+        return slots, None if len(rows) == 1 else real
 
-    def window_tiles(self, page_list: int) -> WindowTiles:
-        """The sinks and windows of all queries, as a list holds them."""
-        if page_list not in self._tiles:
-            rows, real, owners, tokens, visible = self._windows
-            slots = torch.stack([self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)])
-            own = self.query_slots[page_list, rows[:, :1]]  # [w, 1]
-            visible = visible & (slots >= 0)[:, None]
-            slots = torch.where(visible.any(1), slots, own)
-            self._tiles[page_list] = WindowTiles(rows, real, slots, visible)
-        return self._tiles[page_list]
-
+    @memoised
     def windows(self, page_lists: tuple[int, ...]) -> WindowTiles:
-        """The same of several heads, by the list that each follows: slots [h, w, k], visible [w, 1 or h, r, k]."""
-        if page_lists not in self._by_head:
-            tiles = [self.window_tiles(page_list) for page_list in page_lists]
-            alike = all(t.visible is tiles[0].visible or t.visible.equal(tiles[0].visible) for t in tiles)
-            visible = torch.stack([t.visible for t in tiles[: 1 if alike else None]], dim=1)
-            slots = torch.stack([t.slots for t in tiles])
-            self._by_head[page_lists] = WindowTiles(tiles[0].rows, tiles[0].real, slots, visible)
-        return self._by_head[page_lists]
+        """The sinks and windows of all queries in several heads, by the list that each follows."""
+        tiles = [self._window_slots(page_list) for page_list in page_lists]
+        alike = all(visible is tiles[0][1] or visible.equal(tiles[0][1]) for _, visible in tiles)
+        visible = torch.stack([visible for _, visible in tiles[: 1 if alike else None]], dim=1)
+        rows, real, *_ = self._windows
+        return WindowTiles(rows, real, torch.stack([slots for slots, _ in tiles]), visible)
+
+    @memoised
+    def _window_slots(self, page_list: int) -> tuple[Tensor, Tensor]:
+        """Slots [w, k] of the tiles as a list holds them, and what is visible there [w, r, k]."""
+        rows, _, owners, tokens, visible = self._windows
+        slots = torch.stack([self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)])
+        own = self.query_slots[page_list, rows[:, :1]]  # [w, 1]
+        visible = visible & (slots >= 0)[:, None]
+        return torch.where(visible.any(1), slots, own), visible
 
     @cached_property
     def _windows(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
@@ -304,22 +306,6 @@ class AttentionLayout:
         later = tokens[:, None] > at[..., None]
         inside = (tokens[:, None] < self.sinks) | (tokens[:, None] > at[..., None] - self.window)
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), inside & ~later
-
-    @cached_property
-    def _by_head(self) -> dict[tuple[int, ...], WindowTiles]:
-        return {}
-
-    @cached_property
-    def _tiles(self) -> dict[int, WindowTiles]:
-        return {}
-
-    @cached_property
-    def _query_tiles(self) -> dict[int, Tensor]:
-        return {}
-
-    @cached_property
-    def _padded(self) -> dict[tuple[int, ...], tuple[Tensor, Tensor | None]]:
-        return {}
 
 
 def _window_cuts(positions: Tensor) -> list[tuple[int, int]]:

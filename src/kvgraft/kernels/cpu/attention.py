@@ -107,7 +107,8 @@ def _decode(
         slots, real = layout.padded(rows, page_list)  # [b, T]
         own_keys, own_values = (_gather(pool, slots) for pool in (keys, values))
         mask = None if real is None else real[:, None, None]
-        output[rows] = scaled_dot_product_attention(query[rows], own_keys, own_values, attn_mask=mask, scale=scale)
+        part = list(rows)
+        output[part] = scaled_dot_product_attention(query[part], own_keys, own_values, attn_mask=mask, scale=scale)
     return output
 
 
