@@ -171,11 +171,10 @@ class Engine:
         payload = load_payload(Path(path), self.memory.cache, self._model)
         header = payload.header
         sequence = self._sequence(0, Request(header.prompt, "full", header.sampling, remember=False))
-        self.memory.adopt(sequence)
+        self.scheduler.adopt(sequence)
         put_payload(payload, sequence, self.memory.cache)
-        self.scheduler.running.append(sequence)
         sequence.accept(header.first_token, torch.zeros(0), self.config.eos_token_ids)
-        *_, last = self._events([sequence])
+        *_, last = self._drain([sequence])
         if last.result is None:
             raise RuntimeError("the sequence ended without a result")
         return last.result
@@ -228,7 +227,11 @@ class Engine:
         return tokens
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
-        self.scheduler.waiting.extend(sequence for sequence in sequences if sequence.lists is None)
+        self.scheduler.waiting.extend(sequences)
+        yield from self._drain(sequences)
+
+    def _drain(self, sequences: list[Sequence]) -> Iterator[Event]:
+        """Step until these sequences, which wait or run, are done."""
         try:
             while any(not sequence.done or sequence.events for sequence in sequences):
                 for sequence in sequences:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.sequence import Sequence
+from kvgraft.kernels.layout import in_window
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 
@@ -38,12 +39,10 @@ class Payload:
 
 def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> None:
     """Write what a sequence that has its first token needs to go on elsewhere."""
-    if sequence.lists is None:
-        raise ValueError("the sequence holds no pages")
     header = Header(model, tuple(sequence.prompt.tolist()), sequence.tokens[-1], sequence.request.sampling)
     tensors = {}
     for page_list in range(cache.layout.num_lists):
-        slots = sequence.lists.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
+        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
         tensors[f"keys.{page_list}"] = cache.keys[:, slots].cpu()
         tensors[f"values.{page_list}"] = cache.values[:, slots].cpu()
     save_file(tensors, path, {"kvgraft": msgspec.json.encode(header).decode()})
@@ -76,10 +75,8 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
 
 def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
-    if sequence.lists is None:
-        raise ValueError("the sequence holds no pages")
     for page_list, (keys, values) in enumerate(zip(payload.keys, payload.values, strict=True)):
-        slots = sequence.lists.slots[page_list, _sent(cache.layout, page_list, len(payload.header.prompt))]
+        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, len(payload.header.prompt))]
         cache.keys[:, slots] = keys.to(slots.device)
         cache.values[:, slots] = values.to(slots.device)
 
@@ -87,4 +84,4 @@ def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
 def _sent(layout: StreamLayout, page_list: int, num_tokens: int) -> Tensor:
     """Positions of a prompt that the next query sees in a list: int64 [t]."""
     here = torch.arange(num_tokens)
-    return here if page_list == 0 else here[(here < layout.sinks) | (here > num_tokens - layout.window)]
+    return here[in_window(here, torch.tensor(num_tokens), layout.sinks, layout.window)] if page_list else here

@@ -76,9 +76,9 @@ class Known:
         """
         size, first = self.pool.block_size, sequence.num_offered
         stop = sequence.num_computed // size
-        lists = sequence.lists
-        if not sequence.request.remember or stop <= first or lists is None:
+        if not sequence.request.remember or stop <= first:
             return
+        lists = sequence.pages
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
         is_exact = self._exact_blocks(sequence, stop)
@@ -150,9 +150,8 @@ class Known:
         """bool [count]: blocks before the first graft, and exact hits behind it."""
         size = self.pool.block_size
         is_exact = np.arange(1, count + 1) * size <= sequence.first_approximate
-        if sequence.plan is not None:
-            hits = sequence.plan.prefix[: count * size : size].numpy()
-            is_exact[: hits.size] |= hits
+        hits = sequence.admitted_plan.prefix[: count * size : size].numpy()
+        is_exact[: hits.size] |= hits
         return is_exact
 
     def _insert(self, sequence: Sequence, lists: PageLists, tokens: np.ndarray, blocks: range, exact: bool) -> None:

@@ -25,14 +25,7 @@ class Memory:
         chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        cache: KVCache,
-        frozen: FrozenPool,
-        known: Known,
-        chunk: int,
-    ) -> None:
+    def __init__(self, pool: PagePool, cache: KVCache, frozen: FrozenPool, known: Known, chunk: int) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
@@ -83,27 +76,22 @@ class Memory:
         lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_prompt, self.pool.block_size)])
         self.settle(sequence)
 
-    def reach(self, sequence: Sequence, plan: Plan) -> None:
-        """Have pages for what `plan` computes next; local heads leave behind what is not seen from there on."""
-        lists = sequence.lists
-        if lists is None or not self.cache.layout.num_local_lists:
+    def reach(self, sequence: Sequence, positions: np.ndarray) -> None:
+        """Have pages for positions int [n], ascending, which are computed next. Local heads give back what nothing sees
+        from there on when they need pages, and not before: so nobody else can take them in between."""
+        if not self.cache.layout.num_local_lists:
             return
-        active = plan.active.nonzero()[:, 0].numpy()
-        lists.leave_behind(self.pool, int(active[0]) if active.size else plan.num_tokens)
-        lists.add_local(self.pool, np.unique(active // self.pool.block_size))
+        lists, blocks = sequence.pages, np.unique(positions // self.pool.block_size)
+        if (lists.pages[1:, blocks] < 0).any():
+            lists.leave_behind(self.pool, int(positions[0]))
+            lists.add_local(self.pool, blocks)
 
     def settle(self, sequence: Sequence) -> None:
         """The prompt has been computed: local heads keep what an answer needs."""
-        if sequence.lists is not None and self.cache.layout.num_local_lists:
-            sequence.lists.leave_behind(self.pool, sequence.num_computed)
-            sequence.lists.settle(self.pool, self._num_local(sequence.lists.pages.shape[1]))
-
-    def step(self, sequence: Sequence) -> None:
-        """Have a page for the next position, after `settle`."""
-        block, offset = divmod(sequence.num_computed, self.pool.block_size)
-        if sequence.lists is not None and self.cache.layout.num_local_lists and not offset:
-            sequence.lists.leave_behind(self.pool, sequence.num_computed)
-            sequence.lists.add_local(self.pool, np.array([block]))
+        if self.cache.layout.num_local_lists:
+            lists = sequence.pages
+            lists.leave_behind(self.pool, sequence.num_computed)
+            lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
     def unpin_sources(self, sequence: Sequence) -> None:
         """The grafts have been copied (or are not wanted any more)."""
@@ -111,10 +99,8 @@ class Memory:
 
     def drop_grafts(self, sequence: Sequence, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
-        if sequence.plan is None:
-            raise ValueError("the sequence has no plan yet")
         sequence.first_approximate = NEVER
-        self._set_plan(sequence, sequence.plan.without_grafts())
+        self._set_plan(sequence, sequence.admitted_plan.without_grafts())
         self._note_fallback(sequence, reason)
 
     def release(self, sequence: Sequence) -> None:

@@ -138,14 +138,10 @@ class NativePrefill(PagedPrefill):
         rows = self._rows
         query, keys, values = self._decoder.project(index, hidden.states, rows.cos, rows.sin)
         if any(reused):
-            kept = self._grafted_everywhere[hidden.where].to(keys.device)[:, None] & torch.tensor(reused).to(
-                keys.device
-            )
+            kept = self._grafted_everywhere[hidden.where][:, None] & torch.tensor(reused)  # [n, Hkv]
             old_keys, old_values = self._cache.read(index, rows.layout.query_slots)
-            keys, values = (
-                torch.where(kept[..., None], old_keys, keys),
-                torch.where(kept[..., None], old_values, values),
-            )
+            kept = kept.to(keys.device)[..., None]
+            keys, values = torch.where(kept, old_keys, keys), torch.where(kept, old_values, values)
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
         self.attention_flops += rows.counts * self._decoder.config.project_flops
@@ -157,10 +153,9 @@ class NativePrefill(PagedPrefill):
         attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(1)  # [n, Hq * d]
         self.computed += rows.counts
         num_local = sum(heads.local)
-        by_heads = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local
-        self.attention_flops += (
-            by_heads * (config.attention_flops // self.num_kv_heads) + rows.counts * config.output_flops
-        )
+        seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local  # by all KV heads together
+        self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
+        self.attention_flops += rows.counts * config.output_flops
         return self._decoder.add_attention(index, hidden.states, attended)
 
     @cached_property

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,15 @@ class Scheduler:
         if decoding:
             self._decode(decoding)
         self._retire()
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Go on with a sequence whose prompt was computed elsewhere; its pages are to be filled before the next step.
+
+        Raises:
+            PoolExhausted: it does not fit now.
+        """
+        self.memory.adopt(sequence)
+        self.running.append(sequence)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Forget these sequences, whatever their state."""
@@ -114,7 +124,7 @@ class Scheduler:
 
     def _compute_long(self, policy: Policy, sequence: Sequence) -> Tensor:
         for start in range(0, sequence.num_prompt, self.memory.chunk):
-            part = _plan(sequence).part(start, min(start + self.memory.chunk, sequence.num_prompt))
+            part = sequence.admitted_plan.part(start, min(start + self.memory.chunk, sequence.num_prompt))
             if part.active.any():
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
             sequence.num_computed = part.num_tokens
@@ -123,16 +133,16 @@ class Scheduler:
 
     def _recover(self, recover: Recover, sequences: list[Sequence]) -> Tensor:
         """Logits [b, V] after each prompt."""
-        ctx, hidden = self._run(recover, sequences, [_plan(sequence) for sequence in sequences])
+        ctx, hidden = self._run(recover, sequences, [sequence.admitted_plan for sequence in sequences])
         return self.decoder.logits(ctx.last_hidden(hidden))
 
     def _run(self, recover: Recover, sequences: list[Sequence], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
         """One pass over what the plans say of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
-            self.memory.reach(sequence, plan)
+            self.memory.reach(sequence, plan.active.nonzero()[:, 0].numpy())
         plan = Plan.batch(plans)
         tokens = torch.cat([torch.from_numpy(s.prompt[: p.num_tokens]) for s, p in zip(sequences, plans, strict=True)])
-        slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
+        slots = [sequence.pages.slots for sequence in sequences]
         sources = self.memory.known.source_slots(plan)
         ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
         hidden = recover(ctx)
@@ -152,10 +162,10 @@ class Scheduler:
     def _decode(self, sequences: list[Sequence]) -> None:
         decoder, cache = self.decoder, self.memory.cache
         for sequence in sequences:
-            self.memory.step(sequence)
+            self.memory.reach(sequence, np.array([sequence.num_computed]))
         tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=decoder.device)
         positions = [torch.tensor([sequence.num_computed]) for sequence in sequences]
-        slots = [sequence.lists.slots for sequence in sequences if sequence.lists is not None]
+        slots = [sequence.pages.slots for sequence in sequences]
         layout = AttentionLayout.of(positions, slots, cache.layout.sinks, cache.layout.window)
         cos, sin = decoder.config.rope.table(layout.query_positions)
         hidden = decoder.embed(tokens)  # [b, D]
@@ -179,11 +189,5 @@ class Scheduler:
             self.running.remove(sequence)
 
 
-def _plan(sequence: Sequence) -> Plan:
-    if sequence.plan is None:
-        raise ValueError("the sequence has not been admitted yet")
-    return sequence.plan
-
-
 def _has_grafts(sequence: Sequence) -> bool:
-    return bool(_plan(sequence).grafted.any())
+    return bool(sequence.admitted_plan.grafted.any())

@@ -64,6 +64,20 @@ class Sequence:
         return np.array(self.tokens[: self.num_prompt], np.int64)
 
     @property
+    def pages(self) -> PageLists:
+        """`lists` of a sequence that has been admitted; ValueError of another."""
+        if self.lists is None:
+            raise ValueError("the sequence has not been admitted yet")
+        return self.lists
+
+    @property
+    def admitted_plan(self) -> Plan:
+        """`plan` of a sequence that has been admitted; ValueError of another."""
+        if self.plan is None:
+            raise ValueError("the sequence has not been admitted yet")
+        return self.plan
+
+    @property
     def num_reserved(self) -> int:
         """Positions whose KV it may ever write; the last generated token's is never needed."""
         return self.num_prompt + self.request.sampling.max_tokens - 1

@@ -19,6 +19,7 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
+from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.segments.prompt import tokenise
 
@@ -169,10 +170,10 @@ def _attend(
         grouped = query.unflatten(1, (config.num_kv_heads, -1)) * config.head_dim**-0.5
         outputs, masses = [], []
         for start, stop in pairwise([*range(0, len(tokens), ROWS), len(tokens)]):
-            at = here[start:stop, None]
+            at, past = here[start:stop, None], here[:stop]
             logits = torch.einsum("nhgd,mhd->nhgm", grouped[start:stop].float(), keys[:stop].float())
-            weights = logits.masked_fill((here[:stop] > at)[:, None, None], float("-inf")).softmax(-1)
-            far = (here[:stop] >= sinks) & (here[:stop] <= at - window)
+            weights = logits.masked_fill((past > at)[:, None, None], float("-inf")).softmax(-1)
+            far = ~in_window(past, at, sinks, window)
             outputs.append(torch.einsum("nhgm,mhd->nhgd", weights, values[:stop].float()))
             masses.append((weights * far[:, None, None]).sum(-1))
         output = torch.cat(outputs)

@@ -36,6 +36,11 @@ def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
     return remembered
 
 
+def in_window(tokens: Tensor, at: Tensor, sinks: int, window: int) -> Tensor:
+    """bool, of the broadcast shape: whether a local head's query at position `at` sees these tokens (RedKnot, 4.2)."""
+    return (tokens <= at) & ((tokens < sinks) | (tokens > at - window))
+
+
 @dataclass(frozen=True)
 class HeadSet:
     """KV heads of one layer that follow one page list and see all that it holds, from consecutive streams."""
@@ -303,9 +308,8 @@ class AttentionLayout:
         reach = int((at[:, -1:] - begin).max()) + 1
         sinks = torch.arange(self.sinks, device=device).expand(len(cuts), -1)
         tokens = torch.cat((sinks, begin + torch.arange(max(reach, 0), device=device)), dim=1)  # [w, k]
-        later = tokens[:, None] > at[..., None]
-        inside = (tokens[:, None] < self.sinks) | (tokens[:, None] > at[..., None] - self.window)
-        return rows, real, owners, tokens.clamp(max=at[:, -1:]), inside & ~later
+        visible = in_window(tokens[:, None], at[..., None], self.sinks, self.window)
+        return rows, real, owners, tokens.clamp(max=at[:, -1:]), visible
 
 
 def _window_cuts(positions: Tensor) -> list[tuple[int, int]]:

@@ -154,10 +154,8 @@ class StreamLayout:
 
     def tokens_held(self, num_tokens: int) -> int:
         """Tokens that all streams together hold of a prompt when its answer begins."""
-        whole = num_tokens * sum(heads.local.count(False) for heads in self.layers)
-        return whole + min(num_tokens, self.sinks + self.window - 1) * sum(
-            heads.local.count(True) for heads in self.layers
-        )
+        local, whole = (sum(heads.local.count(kind) for heads in self.layers) for kind in (True, False))
+        return whole * num_tokens + local * min(num_tokens, self.sinks + self.window - 1)
 
     @property
     def num_local_lists(self) -> int:

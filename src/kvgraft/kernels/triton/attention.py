@@ -32,32 +32,12 @@ def segpaged_attention(
     output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
     _segpaged[tiles.shape[0], len(heads.streams), splits](
-        query,
-        keys,
-        values,
-        output,
-        weight,
-        tiles,
-        layout.query_positions,
-        slots,
-        _places(heads, query.device),
-        scale,
-        layout.sinks,
-        layout.window,
-        *query.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        num_rows,
-        num_heads,
-        head_dim,
-        *slots.shape[1:],
-        len(heads.streams),
+        query, keys, values, output, weight, tiles, layout.query_positions, slots, _places(heads, query.device),
+        scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size,
-        TILE_ROWS=tile_rows,
-        TILE_TOKENS=TILE_TOKENS,
-        DIM=triton.next_power_of_2(head_dim),
-    )
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=TILE_TOKENS, DIM=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
     joined = output[0] if splits == 1 else (output * weight.softmax(0)[..., None]).sum(0)
     return joined.to(query.dtype)
 
@@ -70,36 +50,11 @@ def _places(heads: LayerHeads, device: torch.device) -> Tensor:
 
 @triton.jit
 def _segpaged(  # type: ignore[no-untyped-def]
-    query,
-    keys,
-    values,
-    output,
-    weight,
-    tiles,
-    positions,
-    slots,
-    places,
-    scale,
-    sinks,
-    window,
-    query_row,
-    query_head,
-    key_stream,
-    key_slot,
-    value_stream,
-    value_slot,
-    num_rows,
-    num_heads,
-    head_dim,
-    num_lists,
-    num_tokens,
-    num_kv_heads,
-    WIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    query, keys, values, output, weight, tiles, positions, slots, places,
+    scale, sinks, window, query_row, query_head, key_stream, key_slot, value_stream, value_slot,
+    num_rows, num_heads, head_dim, num_lists, num_tokens, num_kv_heads,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens it keeps."""
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden, PrefillContext
 from kvgraft.prefill.options import (
@@ -99,7 +100,7 @@ class RedKnot(SelectsByAttention):
         query, keys = ctx.query()[asking[plan.active]].float(), ctx.keys(index, near).float()
         grouped = query.unflatten(1, (keys.shape[1], -1))  # [n, Hkv, G, d]
         logits = torch.einsum("nhgd,mhd->hgnm", grouped, keys).cpu() * keys.shape[-1] ** -0.5
-        visible = (here <= at) & ((here < sinks) | (here > at - window))
+        visible = in_window(here, at, sinks, window)
         weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
         edge = visible & (here >= sinks) & (here <= at - int((1 - EDGE) * window))
         shares: list[float] = (weights * edge).sum(-1).mean((1, 2)).tolist()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.testbed import MODEL_DIR
 
@@ -35,8 +36,7 @@ def initialise(model: LlamaForCausalLM) -> None:
 def mask(layer: int, length: int, group: int, batch: int) -> Tensor:
     """What the heads of a layer may not see, bfloat16 [batch * Hkv, group * length, length]: 0 or -inf."""
     at, here = torch.arange(length)[:, None], torch.arange(length)
-    causal = here <= at
-    windowed = causal & ((here < SINKS) | (here > at - WINDOW))
+    causal, windowed = here <= at, in_window(here, at, SINKS, WINDOW)
     seen = torch.stack([windowed if found is HeadClass.LOCAL else causal for found in classes()[layer]])
     unseen = torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill_(~seen, float("-inf"))
     return unseen.repeat(batch, group, 1)

@@ -281,18 +281,23 @@ class _Attention:
         batch, heads, length, d = query.shape
         kv_heads = key.shape[1]
         group = heads // kv_heads
-        key_of_mask = (length, group, batch, min(module.layer_idx, 1)) if self.windowed else (length, group)
-        if key_of_mask not in self.masks:
-            self.masks = {k: m for k, m in self.masks.items() if k[0] == length}
-            if self.windowed:
-                self.masks[key_of_mask] = by_head.mask(module.layer_idx, length, group, batch)
-            else:
-                mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu_(1)
-                self.masks[key_of_mask] = mask.repeat(group, 1)
+        mask = self._mask(module.layer_idx, length, group, batch)
         rows = (query * scaling).reshape(batch * kv_heads, group * length, d).bfloat16()
         key, value = (x.reshape(batch * kv_heads, length, d).bfloat16() for x in (key, value))
-        weights = torch.baddbmm(self.masks[key_of_mask], rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
+        weights = torch.baddbmm(mask, rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
         return torch.bmm(weights, value).view(batch, heads, length, d).transpose(1, 2), None
+
+    def _mask(self, layer: int, *shape: int) -> Tensor:
+        """By layer and (length, group, batch); all layers but the first are alike, and only one length is kept."""
+        key = (*shape, min(layer, 1)) if self.windowed else shape[:2]
+        if key not in self.masks:
+            self.masks = {known: mask for known, mask in self.masks.items() if known[0] == shape[0]}
+            self.masks[key] = by_head.mask(layer, *shape) if self.windowed else _causal_mask(*shape[:2])
+        return self.masks[key]
+
+
+def _causal_mask(length: int, group: int) -> Tensor:
+    return torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu_(1).repeat(group, 1)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> dict[str, Tensor]:

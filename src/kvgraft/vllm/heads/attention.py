@@ -96,6 +96,6 @@ def _layout(metadata: Any, block_size: int, sinks: int, window: int) -> Attentio
         positions.append(torch.arange(length - (starts[number + 1] - starts[number]), length))
         blocks = metadata.block_table[number, : -(-length // block_size)].long()  # [b]
         offsets = torch.arange(block_size, device=blocks.device)
-        found = blocks[:, None] * block_size * 2 + offsets
+        found = _rows(blocks[:, None] * block_size + offsets, block_size)
         slots.append(found.masked_fill(blocks[:, None] == NULL_BLOCK, -1).flatten()[None])
     return AttentionLayout.of(positions, slots, sinks, window)
