@@ -1,6 +1,6 @@
-"""The experiments behind docs/results/quality.md: answers of every method on the testbed's task suites.
+"""The experiments behind docs/results/quality.md and redknot.md: answers of every method on the testbed's task suites.
 
-    python benchmarks/quality.py                    all of them (an hour)
+    python benchmarks/quality.py                    all of them (two hours)
     python benchmarks/quality.py main lengths       some
 
 Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. The texts have seeds that
@@ -21,7 +21,7 @@ from kvgraft.evaluate.hosts import Host, open_host
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
 
 HELD_BACK_SEED = 1000
 NUM_LAYERS = 8
@@ -33,6 +33,7 @@ REDKNOT = (  # the default; without each of its parts; without any; with less in
     "redknot", "redknot:edge_mass=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass=1.0",
     "redknot:mass=1.0,windows=off,reuse=off", "redknot:dense_until=1,mass=0.2,recent=32,min_keep=16",
 )  # fmt: skip
+SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
 WORK = (0.05, 0.10, 0.20, 0.35)
 TOPK = (0.05, 0.1, 0.2)
@@ -40,13 +41,16 @@ TOPK = (0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Experiment:
-    """One directory of results; the policies of a family are drawn as one curve."""
+    """One directory of results; the policies of a family are drawn as one curve. `head_paging`: local heads of the
+    model's map hold sinks and a window only."""
 
     methods: tuple[str, ...] = ()
     families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lengths: tuple[int, ...] = (1024,)
     items: int = 12
     host: str = "native"
+    model: Path = MODEL_DIR
+    head_paging: bool = False
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -129,6 +133,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         items=3,
     ),
     "redknot": Experiment((*METHODS, *REDKNOT), items=6),
+    "by_head": Experiment((*METHODS, *REDKNOT), items=6, model=MODEL_BY_HEAD_DIR),
+    "by_head_long": Experiment((*SHORTER, *REDKNOT[1:3]), lengths=(4096,), items=2, model=MODEL_BY_HEAD_DIR),
+    "head_paging": Experiment(SHORTER, lengths=(1024, 4096), items=3, model=MODEL_BY_HEAD_DIR, head_paging=True),
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts
 }  # fmt: skip
@@ -141,7 +148,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=HELD_BACK_SEED)
     parser.add_argument("--items", type=int, help="texts a task, instead of the experiment's own number")
     parser.add_argument("--out", type=Path, default=Path("docs/results/quality"))
-    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--model", type=Path, help="instead of the experiment's own")
     arguments = parser.parse_args()
     for name in arguments.names:
         if name not in (*EXPERIMENTS, "layers"):
@@ -163,7 +170,7 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
         arguments.items or experiment.items, arguments.seed,
     )  # fmt: skip
     with (
-        _open(experiment.host, arguments.model) as host,
+        _open(experiment.host, arguments.model or experiment.model, experiment.head_paging) as host,
         progress_bar(Console(stderr=True), name) as on_progress,
     ):
         rows = runner.run(settings, host, out, on_progress)
@@ -239,15 +246,15 @@ def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
     ])  # fmt: skip
 
 
-def _open(host: str, model: Path) -> AbstractContextManager[Host]:
-    return open_host(host, model, dtype="float32", device="cpu", kv_gib=2.0)
+def _open(host: str, model: Path, head_paging: bool = False) -> AbstractContextManager[Host]:
+    return open_host(host, model, dtype="float32", device="cpu", kv_gib=2.0, head_paging=head_paging)
 
 
 def _layers(arguments: argparse.Namespace) -> None:
     """Figures 5 and 6: in which layer each signal finds the needle, over many texts, and one of them drawn."""
     seeds = range(arguments.seed, arguments.seed + (arguments.items or NEEDLE_TEXTS))
     with (
-        _open("native", arguments.model) as host,
+        _open("native", arguments.model or MODEL_DIR) as host,
         progress_bar(Console(stderr=True), "layers") as on_progress,
     ):
         engine = host.engine  # type: ignore[attr-defined]

@@ -410,7 +410,7 @@ def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]
     expected = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
     pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
     engine.memory.pool._drop(engine.memory.known.local_pages.of(pages[2:6]).ravel().tolist())
-    everything = RedKnot(mass=1.0, reuse="off", edge_mass=1.0)
+    everything = RedKnot(mass=1.0, reuse="off", edge_mass=0.0)  # nobody is promoted: there is nothing more to see
     for policy in (everything, RedKnot(recent=8, min_keep=4), Naive()):
         result = ask(engine, prompt, policy, remember=False)
         assert result.report.grafted_tokens == 160 - 64 * isinstance(policy, Naive)

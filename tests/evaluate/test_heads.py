@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft import Engine
+from kvgraft import Engine, Request, SamplingParams
 from kvgraft.cli import app, run
 from kvgraft.engine.decoder import Decoder
 from kvgraft.evaluate import heads
 from kvgraft.evaluate.heads import Sample
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
 
 L, G, R = HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL
 
@@ -42,11 +42,44 @@ def test_far_mass_and_shift_are_those_of_uniform_attention(model_dirs: dict[str,
 def test_classes_follow_from_far_mass_then_from_shift():
     far = np.array([[0.9, 0.1], [0.8, 0.7], [0.2, 0.3]])
     shift = np.array([[0.1, 0.5], [0.9, 0.2], [0.4, 0.24]])
-    measured = np.stack((shift, far))
-    assert heads.classify(measured, 0.5, None) == ((R, L), (G, R), (L, L))
-    assert heads.classify(measured, 0.01, None) == ((R, L), (L, L), (L, L))
-    assert heads.classify(measured, 1.0, None) == ((R, G), (G, R), (G, R))
-    assert heads.classify(measured, None, 0.25) == ((R, L), (G, R), (L, R))
+    assert heads.classify(shift, far, 0.5, None) == ((R, L), (G, R), (L, L))
+    assert heads.classify(shift, far, 0.01, None) == ((R, L), (L, L), (L, L))
+    assert heads.classify(shift, far, 1.0, None) == ((R, G), (G, R), (G, R))
+    assert heads.classify(shift, far, None, 0.25) == ((R, L), (G, R), (L, R))
+
+
+def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
+    [sample, _] = heads.generated_samples(engine, seed=3, count=2, length=512)
+    effect = heads.measure_effect(engine.decoder, sample, sinks=4, window=32)
+    assert effect.shape == (8, 4)
+    prompts = [[*prefix, *sample.body] for prefix in sample.prefixes]
+
+    def first(**options: object) -> torch.Tensor:
+        """Log probabilities [2, V] of the token behind either prompt."""
+        host = Engine(MODEL_DIR, dtype="float32", kv_gib=0.02, policy="full", **options)  # type: ignore[arg-type]
+        one = SamplingParams(max_tokens=1)
+        answers = host.generate([Request(prompt, None, one, return_logits=True) for prompt in prompts])
+        return torch.stack([answer.first_logits for answer in answers]).log_softmax(-1)
+
+    whole = first()
+    for layer, head in ((0, 1), (3, 2), (7, 0)):
+        classes = [[G] * 4 for _ in range(8)]
+        classes[layer][head] = L
+        one_local = HeadMap(engine.config.identity, 4, 32, tuple(map(tuple, classes)))
+        changed = first(head_map=one_local, head_paging=True)
+        apart = (whole.exp() * (whole - changed)).sum(-1).mean()
+        assert effect[layer, head] == pytest.approx(float(apart), rel=1e-3, abs=1e-5)
+
+
+def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
+    host = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.01)
+    made = HeadMap.load(MODEL_BY_HEAD_DIR / "heads.json")
+    samples = heads.generated_samples(host, seed=0, count=4, length=512)
+    found = heads.profile(host, samples, sinks=made.sinks, window=made.window, threshold=0.1, by="effect").head_map
+    assert 2 <= found.num_kept <= made.num_kept
+    for layer in range(8):
+        pairs = zip(found.heads(layer, L), made.heads(layer, L), strict=True)
+        assert all(is_local or not was_local for is_local, was_local in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +105,7 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
         ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
         ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
         ({}, "give either a share or a threshold"),
+        ({"share": 0.5, "by": "luck"}, "unknown criterion 'luck': choose from far-mass, effect"),
         ({"share": 0.5, "window": 0}, "window at least 1, got 4 and 0"),
         ({"threshold": 1.0}, "at least one must see everything"),
     ):

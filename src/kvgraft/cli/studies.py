@@ -119,8 +119,15 @@ def profile_heads(
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option(help="Instead: attention outside sinks and window from which heads keep all."),
+        typer.Option(help="Instead: how much of what --by measures makes a head keep all."),
     ] = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="far-mass: attention outside sinks and window. effect: how much the next token changes if the head "
+            "sees no more than them (slower)."
+        ),
+    ] = "far-mass",
     window: Annotated[int, typer.Option(help="Last tokens that local heads see.")] = 256,
     sinks: Annotated[int, typer.Option(help="First tokens that local heads see.")] = 4,
     samples: Annotated[int, typer.Option(help="Texts, each behind two prefixes.")] = 24,
@@ -153,6 +160,7 @@ def profile_heads(
             window=window,
             share=share,
             threshold=threshold,
+            by=by,  # type: ignore[arg-type]
             on_progress=on_progress,
         )
     out = model / HEAD_MAP_FILE if out is None else out

@@ -64,11 +64,13 @@ class NativePrefill(PagedPrefill):
         self.num_layers = decoder.config.num_layers
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
+        self.head_paging = cache.layout.num_local_lists > 0
         self._decoder = decoder
         self._cache = cache
         self._token_ids = token_ids
         self._sources = sources
         self._rows: Rows | None = None
+        self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None  # layer, input, queries, keys and values
         self.attention_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
         self.ffn_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
 
@@ -136,7 +138,10 @@ class NativePrefill(PagedPrefill):
             positions = self._rows_of(hidden.where)
             self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map)
         rows = self._rows
-        query, keys, values = self._decoder.project(index, hidden.states, rows.cos, rows.sin)
+        if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
+            self._projected = (index, hidden, self._decoder.project(index, hidden.states, rows.cos, rows.sin))
+            self.attention_flops += rows.counts * self._decoder.config.project_flops
+        query, keys, values = self._projected[2]
         if any(reused):
             kept = self._grafted_everywhere[hidden.where][:, None] & torch.tensor(reused)  # [n, Hkv]
             old_keys, old_values = self._cache.read(index, rows.layout.query_slots)
@@ -144,7 +149,6 @@ class NativePrefill(PagedPrefill):
             keys, values = torch.where(kept, old_keys, keys), torch.where(kept, old_values, values)
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
-        self.attention_flops += rows.counts * self._decoder.config.project_flops
         return rows, query
 
     def _attend(self, index: int, hidden: Hidden, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:

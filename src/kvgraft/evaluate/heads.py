@@ -1,15 +1,18 @@
 """Which KV heads need a whole context: an offline profile of a model, and the head map that follows (RedKnot, 3.2).
 
 Every sample is one text behind two prefixes of equal length. A head that attends outside sinks and window has to keep
-everything; if what it makes of the text also shifts with the prefix, cached KV is not right for it elsewhere.
+everything; if what it makes of the text also shifts with the prefix, cached KV is not right for it elsewhere. Where
+heads look is not always what they are needed for, so the alternative is to try: what changes if one sees a window only.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
+from typing import Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +30,8 @@ SUITES = "ruler,multihop"  # needles and retrieval
 PREFIX = 0.25  # of a sample's tokens
 ROBUST = 0.25  # shift below which cached KV of a head is right behind any prefix
 ROWS = 256  # queries whose attention weights are held at a time
+
+Criterion = Literal["far-mass", "effect"]
 
 
 @dataclass(frozen=True)
@@ -94,17 +99,21 @@ def profile(
     window: int,
     share: float | None = None,
     threshold: float | None = None,
+    by: Criterion = "far-mass",
     on_progress: OnProgress | None = None,
 ) -> Profile:
     """Measure all samples and classify the heads.
 
     Args:
-        share: of the heads, kept whole (rounded, at least one): those with most attention outside sinks and window.
-        threshold: instead, keep the heads with at least this share of attention there.
+        share: of the heads, kept whole (rounded, at least one): those with most attention outside sinks and window, or
+            with the greatest effect.
+        threshold: instead, keep the heads with at least this much of it.
 
     Raises:
         ValueError: numbers out of range, or a threshold that no head reaches.
     """
+    if by not in get_args(Criterion):
+        raise ValueError(f"unknown criterion {by!r}: choose from {', '.join(get_args(Criterion))}")
     if (share is None) == (threshold is None):
         raise ValueError("give either a share or a threshold")
     for name, value in (("share", share), ("threshold", threshold)):
@@ -114,31 +123,89 @@ def profile(
         raise ValueError(f"sinks must be at least 0 and window at least 1, got {sinks} and {window}")
     measured = []
     for done, sample in enumerate(samples, 1):
-        measured.append(measure(engine.decoder, sample, sinks, window))
+        found = measure(engine.decoder, sample, sinks, window)
+        if by == "effect":
+            found = np.concatenate((found, measure_effect(engine.decoder, sample, sinks, window)[None]))
+        measured.append(found)
         if on_progress is not None:
             on_progress(done, len(samples))
-    found = np.stack(measured)  # [samples, 2, L, Hkv]
-    halves = [classify(found[start::2].mean(0), share, threshold) for start in (0, 1)]
+    every = np.stack(measured)  # [samples, 2 or 3, L, Hkv]
+    halves = [_classify_mean(every[start::2], share, threshold) for start in (0, 1)]
     kept = [np.array(half) != HeadClass.LOCAL for half in halves]
-    (shift, far), classes = found.mean(0), classify(found.mean(0), share, threshold)
-    head_map = HeadMap(engine.config.identity, sinks, window, classes, _rounded(shift), _rounded(far))
+    classes, means = _classify_mean(every, share, threshold), every.mean(0)
+    head_map = HeadMap(engine.config.identity, sinks, window, classes, *map(_rounded, means))
     head_map.check(engine.config.identity, engine.config.num_layers, engine.config.num_kv_heads)
     agreement = float((np.array(halves[0]) == np.array(halves[1])).mean())
     return Profile(head_map, len(samples), agreement, float((kept[0] & kept[1]).sum() / (kept[0] | kept[1]).sum()))
 
 
-def classify(measured: np.ndarray, share: float | None, threshold: float | None) -> tuple[tuple[HeadClass, ...], ...]:
-    """Classes from shift and far mass [2, L, Hkv]. Kept heads are `retrieval` if their output hardly shifts with the
-    prefix, else `global`."""
-    shift, far = measured
+def classify(
+    shift: np.ndarray, need: np.ndarray, share: float | None, threshold: float | None
+) -> tuple[tuple[HeadClass, ...], ...]:
+    """Classes from the shift of every head and what says how much it needs the far text, [L, Hkv] each. Kept heads are
+    `retrieval` if their output hardly shifts with the prefix, else `global`."""
     if threshold is not None:
-        kept = far >= threshold
+        kept = need >= threshold
     else:
-        kept = np.zeros(far.shape, bool)
-        kept.flat[np.argsort(-far, axis=None, kind="stable")[: max(1, round((share or 0) * far.size))]] = True
+        kept = np.zeros(need.shape, bool)
+        kept.flat[np.argsort(-need, axis=None, kind="stable")[: max(1, round((share or 0) * need.size))]] = True
     whole = np.where(shift < ROBUST, HeadClass.RETRIEVAL, HeadClass.GLOBAL)
     found = np.where(kept, whole, HeadClass.LOCAL)
     return tuple(tuple(HeadClass(name) for name in row) for row in found.tolist())
+
+
+def _classify_mean(
+    measured: np.ndarray, share: float | None, threshold: float | None
+) -> tuple[tuple[HeadClass, ...], ...]:
+    """By the last thing that was measured: [samples, 2 or 3, L, Hkv]."""
+    means = measured.mean(0)
+    return classify(means[0], means[-1], share, threshold)
+
+
+@torch.inference_mode()
+def measure_effect(decoder: Decoder, sample: Sample, sinks: int, window: int) -> np.ndarray:
+    """How much the token behind the text depends on each head, float64 [L, Hkv]: the KL divergence, in nats, of its
+    distribution if that head alone sees sinks and window only; mean of both prefixes."""
+    config = decoder.config
+    total = np.zeros((config.num_layers, config.num_kv_heads))
+    for prefix in sample.prefixes:
+        attention = _Attention(decoder, len(prefix) + len(sample.body), sinks, window)
+        states = [decoder.embed(torch.tensor([*prefix, *sample.body], device=decoder.device))]
+        for layer in range(config.num_layers):
+            states.append(attention.layer(layer, states[-1]))
+        whole = decoder.logits(states[-1][-1:]).log_softmax(-1)
+        for layer in range(config.num_layers):
+            for head in range(config.num_kv_heads):
+                state = attention.layer(layer, states[layer], head)
+                for above in range(layer + 1, config.num_layers):
+                    state = attention.layer(above, state)
+                changed = decoder.logits(state[-1:]).log_softmax(-1)
+                total[layer, head] += float(F.kl_div(changed, whole, log_target=True, reduction="sum"))
+    return total / len(sample.prefixes)
+
+
+class _Attention:
+    """Layers of a decoder over one text, without a cache."""
+
+    def __init__(self, decoder: Decoder, length: int, sinks: int, window: int) -> None:
+        here = torch.arange(length, device=decoder.device)
+        self.decoder = decoder
+        self.cos, self.sin = decoder.config.rope.table(here)
+        self.visible = in_window(here, here[:, None], sinks, window)
+
+    def layer(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
+        """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a window."""
+        projected = self.decoder.project(index, hidden, self.cos, self.sin)
+        query, keys, values = (part.transpose(0, 1)[None] for part in projected)  # [1, heads, n, d]
+        attended = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        if windowed is not None:
+            own = slice(windowed, windowed + 1)
+            group = slice(windowed * (size := query.shape[1] // keys.shape[1]), (windowed + 1) * size)
+            attended[:, group] = F.scaled_dot_product_attention(
+                query[:, group], keys[:, own], values[:, own], attn_mask=self.visible, enable_gqa=True
+            )
+        hidden = self.decoder.add_attention(index, hidden, attended[0].transpose(0, 1).flatten(1))
+        return self.decoder.feed_forward(index, hidden)
 
 
 @torch.inference_mode()
@@ -186,12 +253,17 @@ def render(found: Profile) -> RenderableType:
     """A line for each layer, for a rich console."""
     head_map = found.head_map
     heads = len(head_map.classes[0])
-    table = Table(title="attention of KV heads outside sinks and window; G global, R retrieval")
+    title, need = (
+        ("effect of a window on the next token, KL in nats", head_map.effect)
+        if head_map.effect
+        else ("attention of KV heads outside sinks and window", head_map.far_mass)
+    )
+    table = Table(title=f"{title}; G global, R retrieval")
     for name in ("layer", *map(str, range(heads))):
         table.add_column(name, justify="right")
     for layer, classes in enumerate(head_map.classes):
         letters = ("" if name is HeadClass.LOCAL else name[0].upper() for name in classes)
-        cells = (f"{letter}{far:.2f}" for letter, far in zip(letters, head_map.far_mass[layer], strict=True))
+        cells = (f"{letter}{value:.2f}" for letter, value in zip(letters, need[layer], strict=True))
         table.add_row(str(layer), *cells)
     total = len(head_map.classes) * heads
     return Group(

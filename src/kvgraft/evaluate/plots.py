@@ -133,12 +133,16 @@ def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> N
 
 
 def write_heads(head_map: HeadMap, path: Path) -> Path:
-    """Layers by KV heads: attention outside sinks and window, and shift with the prefix; G and R keep everything."""
+    """Layers by KV heads: everything that was measured; G and R keep everything."""
     layers, heads = len(head_map.classes), len(head_map.classes[0])
-    panels = (("attention outside sinks and window", head_map.far_mass), ("shift with the prefix", head_map.shift))
+    measured = (
+        ("attention outside sinks and window", head_map.far_mass), ("shift with the prefix", head_map.shift),
+        ("effect of a window, KL in nats", head_map.effect),
+    )  # fmt: skip
+    panels = [(title, values) for title, values in measured if values]
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        size = (2 * (1.9 + 0.45 * max(heads, 4)), 1.6 + 0.3 * layers)
-        figure, grid = plt.subplots(1, 2, figsize=size, sharey=True)
+        size = (len(panels) * (1.9 + 0.45 * max(heads, 4)), 1.6 + 0.3 * layers)
+        figure, grid = plt.subplots(1, len(panels), figsize=size, sharey=True)
         for axes, (title, values) in zip(grid, panels, strict=True):
             image = axes.imshow(values, aspect="auto", cmap="YlOrRd", vmin=0)
             figure.colorbar(image, ax=axes)

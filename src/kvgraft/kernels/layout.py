@@ -14,7 +14,7 @@ from torch import Tensor
 LONG_RUN = 256  # queries
 LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
 TILE_ROWS = 32  # queries that attention kernels take at a time
-WINDOW_ROWS = 128  # positions whose queries read their windows together
+WINDOW_ROWS = 128  # positions whose queries read their windows together, at most
 
 
 P = ParamSpec("P")
@@ -294,7 +294,7 @@ class AttentionLayout:
         cuts = [
             (number, first, last)
             for number, context in enumerate(self.contexts)
-            for first, last in _window_cuts(context.positions)
+            for first, last in _cuts(context.positions, min(max(self.window, TILE_ROWS), WINDOW_ROWS))
         ]
         device = self.query_positions.device
         owners = [number for number, _, _ in cuts]
@@ -312,7 +312,7 @@ class AttentionLayout:
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), visible
 
 
-def _window_cuts(positions: Tensor) -> list[tuple[int, int]]:
-    """Half-open ranges of queries whose positions lie in one aligned stretch of WINDOW_ROWS."""
-    cuts = ((positions // WINDOW_ROWS).diff().nonzero()[:, 0] + 1).tolist()
+def _cuts(positions: Tensor, size: int) -> list[tuple[int, int]]:
+    """Half-open ranges of queries whose positions lie in one aligned stretch of `size`."""
+    cuts = ((positions // size).diff().nonzero()[:, 0] + 1).tolist()
     return list(pairwise([0, *cuts, positions.numel()]))

@@ -38,7 +38,7 @@ class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: fingerprint of the checkpoint that it was made for (`ModelConfig.identity`).
         sinks, window: what local heads see: first tokens of a prompt, and last tokens up to the query's own.
         classes: of every layer and KV head.
-        shift, far_mass: what the profiler measured of every layer and KV head; empty if somebody wrote the map by hand.
+        shift, far_mass, effect: what the profiler measured of every layer and KV head; empty if it did not.
     """
 
     model: str
@@ -47,6 +47,7 @@ class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     classes: tuple[tuple[HeadClass, ...], ...]
     shift: tuple[tuple[float, ...], ...] = ()
     far_mass: tuple[tuple[float, ...], ...] = ()
+    effect: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> "HeadMap":

@@ -45,6 +45,7 @@ class PrefillContext(ABC):
         num_layers, num_kv_heads: of the model (on this tensor-parallel rank).
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
+        head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
         counts: what a policy wants counted, by name; the host reports it.
     """
 
@@ -53,6 +54,7 @@ class PrefillContext(ABC):
     num_kv_heads: int
     block_size: int
     head_map: HeadMap | None = None
+    head_paging: bool = False
     counts: Counter[str]
 
     @abstractmethod

@@ -45,7 +45,7 @@ class RedKnot(SelectsByAttention):
     last_mass: float | None = None  # the same in the last layer, in between it changes evenly; None: as in the first
     recent: int = 128  # last tokens of the prompt that always get the FFN
     min_keep: int = 64  # grafted tokens that get the FFN at least
-    edge_mass: float = 0.1  # local attention on the oldest quarter of the window, above which a local head sees all
+    edge_mass: float = 0.2  # local attention on the oldest quarter of the window, above which a local head sees all
     windows: Switch = "on"  # off: local heads see everything
     reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
 
@@ -75,7 +75,7 @@ class RedKnot(SelectsByAttention):
 
     def _attend_to(self, ctx: PrefillContext, index: int, hidden: Hidden, head_map: HeadMap, reuses: bool) -> Heads:
         """Project, and return the heads that see a window: the local ones, but for those whose attention reaches its
-        edge. These are promoted: computed anew, over everything."""
+        edge. These are promoted: computed anew, over everything; but not where nothing is kept for them to see."""
         local = head_map.heads(index, HeadClass.LOCAL)
         reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
         if self.reuse == "off" or not reuses:
@@ -83,7 +83,8 @@ class RedKnot(SelectsByAttention):
         ctx.project_heads(index, hidden, reused)
         if self.windows == "off":
             return (False,) * len(local)
-        beyond = self._edge_mass(ctx, index, head_map) if self.edge_mass < 1.0 else [0.0] * len(local)
+        promotes = self.edge_mass < 1.0 and not ctx.head_paging
+        beyond = self._edge_mass(ctx, index, head_map) if promotes else [0.0] * len(local)
         promoted = [is_local and mass > self.edge_mass for is_local, mass in zip(local, beyond, strict=True)]
         ctx.counts["promoted_heads"] += sum(promoted)
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
