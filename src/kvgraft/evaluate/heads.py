@@ -169,22 +169,22 @@ def measure_effect(decoder: Decoder, sample: Sample, sinks: int, window: int) ->
     config = decoder.config
     total = np.zeros((config.num_layers, config.num_kv_heads))
     for prefix in sample.prefixes:
-        attention = _Attention(decoder, len(prefix) + len(sample.body), sinks, window)
+        layers = _Layers(decoder, len(prefix) + len(sample.body), sinks, window)
         states = [decoder.embed(torch.tensor([*prefix, *sample.body], device=decoder.device))]
         for layer in range(config.num_layers):
-            states.append(attention.layer(layer, states[-1]))
+            states.append(layers.run(layer, states[-1]))
         whole = decoder.logits(states[-1][-1:]).log_softmax(-1)
         for layer in range(config.num_layers):
             for head in range(config.num_kv_heads):
-                state = attention.layer(layer, states[layer], head)
+                state = layers.run(layer, states[layer], head)
                 for above in range(layer + 1, config.num_layers):
-                    state = attention.layer(above, state)
+                    state = layers.run(above, state)
                 changed = decoder.logits(state[-1:]).log_softmax(-1)
                 total[layer, head] += float(F.kl_div(changed, whole, log_target=True, reduction="sum"))
     return total / len(sample.prefixes)
 
 
-class _Attention:
+class _Layers:
     """Layers of a decoder over one text, without a cache."""
 
     def __init__(self, decoder: Decoder, length: int, sinks: int, window: int) -> None:
@@ -193,14 +193,14 @@ class _Attention:
         self.cos, self.sin = decoder.config.rope.table(here)
         self.visible = in_window(here, here[:, None], sinks, window)
 
-    def layer(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
+    def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
         """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a window."""
         projected = self.decoder.project(index, hidden, self.cos, self.sin)
         query, keys, values = (part.transpose(0, 1)[None] for part in projected)  # [1, heads, n, d]
         attended = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
         if windowed is not None:
-            own = slice(windowed, windowed + 1)
-            group = slice(windowed * (size := query.shape[1] // keys.shape[1]), (windowed + 1) * size)
+            size = query.shape[1] // keys.shape[1]
+            own, group = slice(windowed, windowed + 1), slice(windowed * size, (windowed + 1) * size)
             attended[:, group] = F.scaled_dot_product_attention(
                 query[:, group], keys[:, own], values[:, own], attn_mask=self.visible, enable_gqa=True
             )
