@@ -75,7 +75,7 @@ def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_
     host = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(MODEL_BY_HEAD_DIR / "heads.json")
     samples = heads.generated_samples(host, seed=0, count=4, length=512)
-    found = heads.profile(host, samples, sinks=made.sinks, window=made.window, threshold=0.1, by="effect").head_map
+    found = heads.profile(host, samples, sinks=made.sinks, window=made.window, threshold=0.1).head_map
     assert 2 <= found.num_kept <= made.num_kept
     for layer in range(8):
         pairs = zip(found.heads(layer, L), made.heads(layer, L), strict=True)
@@ -91,7 +91,7 @@ def test_maps_of_disjoint_prompts_agree(engine: Engine):
     """The bundled model: the first layer looks around, all others look far."""
     samples = heads.generated_samples(engine, seed=0, count=8, length=512)
     assert len(samples) == 8
-    found = heads.profile(engine, samples, sinks=4, window=64, threshold=0.5)
+    found = heads.profile(engine, samples, sinks=4, window=64, threshold=0.5, by="far-mass")
     assert found.agreement >= 0.75
     assert found.kept_agreement == 1.0
     assert set(found.head_map.classes[0]) == {L}
@@ -105,7 +105,7 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
         ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
         ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
         ({}, "give either a share or a threshold"),
-        ({"share": 0.5, "by": "luck"}, "unknown criterion 'luck': choose from far-mass, effect"),
+        ({"share": 0.5, "by": "luck"}, "unknown criterion 'luck': choose from effect, far-mass"),
         ({"share": 0.5, "window": 0}, "window at least 1, got 4 and 0"),
         ({"threshold": 1.0}, "at least one must see everything"),
     ):
@@ -125,7 +125,7 @@ def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixtu
     assert said["samples"] == 4
     assert HeadMap.load(out).num_kept == round(0.15 * 32)
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert run(app, [*arguments, "--out", str(out), "--threshold", "0.5"]) == 0
+    assert run(app, [*arguments, "--out", str(out), "--by", "far-mass", "--threshold", "0.5"]) == 0
     assert "28 of 32 heads keep everything" in capsys.readouterr().out
     question = "the code of lamp is 42 . question : code of lamp ? answer :"
     assert run(app, ["generate", question, "--head-map", str(out), "--head-paging", "--max-tokens", "1"]) == 0

@@ -124,10 +124,10 @@ def profile_heads(
     by: Annotated[
         str,
         typer.Option(
-            help="far-mass: attention outside sinks and window. effect: how much the next token changes if the head "
-            "sees no more than them (slower)."
+            help="effect: how much the next token changes if the head sees sinks and window only. far-mass: its "
+            "attention outside them (faster, and often misleading)."
         ),
-    ] = "far-mass",
+    ] = "effect",
     window: Annotated[int, typer.Option(help="Last tokens that local heads see.")] = 256,
     sinks: Annotated[int, typer.Option(help="First tokens that local heads see.")] = 4,
     samples: Annotated[int, typer.Option(help="Texts, each behind two prefixes.")] = 24,

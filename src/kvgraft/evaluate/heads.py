@@ -31,7 +31,7 @@ PREFIX = 0.25  # of a sample's tokens
 ROBUST = 0.25  # shift below which cached KV of a head is right behind any prefix
 ROWS = 256  # queries whose attention weights are held at a time
 
-Criterion = Literal["far-mass", "effect"]
+Criterion = Literal["effect", "far-mass"]
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def profile(
     window: int,
     share: float | None = None,
     threshold: float | None = None,
-    by: Criterion = "far-mass",
+    by: Criterion = "effect",
     on_progress: OnProgress | None = None,
 ) -> Profile:
     """Measure all samples and classify the heads.
 
     Args:
-        share: of the heads, kept whole (rounded, at least one): those with most attention outside sinks and window, or
-            with the greatest effect.
+        share: of the heads, kept whole (rounded, at least one): those with the greatest effect, or with most attention
+            outside sinks and window.
         threshold: instead, keep the heads with at least this much of it.
 
     Raises:
@@ -263,7 +263,7 @@ def render(found: Profile) -> RenderableType:
         table.add_column(name, justify="right")
     for layer, classes in enumerate(head_map.classes):
         letters = ("" if name is HeadClass.LOCAL else name[0].upper() for name in classes)
-        cells = (f"{letter}{value:.2f}" for letter, value in zip(letters, need[layer], strict=True))
+        cells = (f"{letter}{value:.3f}" for letter, value in zip(letters, need[layer], strict=True))
         table.add_row(str(layer), *cells)
     total = len(head_map.classes) * heads
     return Group(

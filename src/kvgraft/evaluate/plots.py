@@ -19,7 +19,8 @@ STYLE = {
     "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
 }  # fmt: skip
 WORK = "grafted token x layer work done again"
-COLOURS = plt.get_cmap("tab10").colors
+_TAB20 = plt.get_cmap("tab20").colors
+COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter twins
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
@@ -47,9 +48,8 @@ def write_curves(rows: Sequence[Row], directory: Path, families: Mapping[str, Se
         _draw_full(axes, found["full"])
         for number, (family, policies) in enumerate(families.items()):
             points = [found[policy] for policy in policies]
-            dashes = "-" if number < len(COLOURS) else "--"
             axes.plot(
-                [p.work for p in points], [p.score for p in points], dashes, marker="o", markersize=4, linewidth=1.3,
+                [p.work for p in points], [p.score for p in points], marker="o", markersize=4, linewidth=1.3,
                 color=COLOURS[number % len(COLOURS)], label=family,
             )  # fmt: skip
         axes.set_xlabel(WORK)
@@ -68,21 +68,20 @@ def _draw_full(axes: Axes, full: Summary) -> None:
 
 def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str) -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
-    shown = sorted((s for s in summaries if s.policy != "full"), key=lambda summary: getattr(summary, across))
-    for full in (summary for summary in summaries if summary.policy == "full"):
-        _draw_full(axes, full)
-    for number, summary in enumerate(shown):
+    for summary in summaries:
+        if summary.policy == "full":
+            _draw_full(axes, summary)
+            continue
         x, score = getattr(summary, across), summary.score
         error = [[score - summary.low], [summary.high - score]]
-        axes.errorbar(x, score, error, fmt="o", color=colours[summary.policy], capsize=3)
-        lift = -17 if number % 2 else 9  # labels of neighbours stand above and below their points
-        axes.annotate(summary.policy, (x, score), xytext=(4, lift), textcoords="offset points", fontsize=9)
+        axes.errorbar(x, score, error, fmt="o", color=colours[summary.policy], capsize=3, label=summary.policy)
     axes.set_xlabel(label)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(max(0.0, min(s.low for s in summaries) - 0.15), 1.03)
     axes.margins(x=0.15)
     if across == "work":
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
     return figure
 
 
