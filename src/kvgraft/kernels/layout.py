@@ -250,6 +250,11 @@ class AttentionLayout:
         ]
         return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
 
+    @memoised
+    def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that all layers of a step overwrite in turn: to have it anew would cost more than to fill it."""
+        return torch.empty(shape, dtype=dtype, device=self.query_positions.device)
+
     @cached_property
     def decode_buckets(self) -> list[tuple[int, ...]]:
         """One query a prompt: the contexts of similar length, which are padded together; long ones stay alone."""

@@ -59,7 +59,7 @@ def _prefill(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         tokens = context.kept(page_list)[0]
-        own_keys, own_values = (_read(pool, context, page_list) for pool in (keys, values))  # [h, T, d]
+        own_keys, own_values = _read(keys, values, context, page_list, layout)
         for start, stop in context.chunks:
             at = context.device_positions[start:stop]
             seen = int(torch.searchsorted(tokens, at[-1], right=True))
@@ -101,11 +101,12 @@ def _decode(
     for rows in layout.decode_buckets:
         context = layout.contexts[rows[0]]
         if context.seen >= LONG_CONTEXT and query.is_cpu:
-            own_keys, own_values = (_read(pool, context, page_list) for pool in (keys, values))  # [h, T, d]
+            own_keys, own_values = _read(keys, values, context, page_list, layout)
             output[rows[0]] = _split(query[rows[0]], own_keys, own_values, scale)
             continue
         slots, real = layout.padded(rows, page_list)  # [b, T]
-        own_keys, own_values = (_gather(pool, slots) for pool in (keys, values))
+        copies = _copy(keys, values, slots.flatten(), layout)
+        own_keys, own_values = (copy.unflatten(1, slots.shape).transpose(0, 1) for copy in copies)  # [b, h, T, d]
         mask = None if real is None else real[:, None, None]
         part = list(rows)
         output[part] = scaled_dot_product_attention(query[part], own_keys, own_values, attn_mask=mask, scale=scale)
@@ -151,10 +152,8 @@ def _windows(
     for first in range(0, rows.shape[0], TILES):
         part = slice(first, first + TILES)
         slots = tiles.slots[:, part] + streams[:, None, None] * keys.shape[1]  # [h, w, k]
-        own_keys, own_values = (
-            pool.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, -1).transpose(0, 1)
-            for pool in (keys, values)
-        )  # [w, h, k, d]
+        copies = _copy(keys.flatten(0, 1)[None], values.flatten(0, 1)[None], slots.flatten(), layout)
+        own_keys, own_values = (copy[0].unflatten(0, slots.shape).transpose(0, 1) for copy in copies)  # [w, h, k, d]
         folded = query[rows[part]].permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
         mask = tiles.visible[part].repeat(1, 1, size, 1)  # [w, 1 or h, G * r, k]
         result = scaled_dot_product_attention(folded, own_keys, own_values, attn_mask=mask, scale=scale)
@@ -163,12 +162,18 @@ def _windows(
     return torch.cat(attended)
 
 
-def _read(pool: Tensor, context: Context, page_list: int) -> Tensor:
-    """[h, T, d]: what a list holds of a prompt; in place where it lies in one stretch."""
+def _read(
+    keys: Tensor, values: Tensor, context: Context, page_list: int, layout: AttentionLayout
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [h, T, d] that a list holds of a prompt; in place where they lie in one stretch."""
     stretch = context.stretch(page_list)
-    return pool.index_select(1, context.kept(page_list)[1]) if stretch is None else pool[:, stretch]
+    if stretch is None:
+        return _copy(keys, values, context.kept(page_list)[1], layout)
+    return keys[:, stretch], values[:, stretch]
 
 
-def _gather(pool: Tensor, slots: Tensor) -> Tensor:
-    """pool [h, slots, d] at slots [b, t] -> [b, h, t, d]."""
-    return pool.index_select(1, slots.flatten()).unflatten(1, slots.shape).transpose(0, 1)
+def _copy(keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values [h, slots, d] at slots [t] -> [h, t, d], until the next copy of as many."""
+    shape = (keys.shape[0], slots.numel(), keys.shape[2])
+    keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
+    return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(values, 1, slots, out=values_room)
