@@ -113,6 +113,8 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
             heads.profile(engine, samples, **{"sinks": 4, "window": 64} | given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 samples are needed"):
         heads.text_samples(engine, ["too short"], count=3, length=256)
+    with pytest.raises(ValueError, match="length must be at least 384 tokens, got 383"):
+        heads.generated_samples(engine, seed=0, count=2, length=383)
     with pytest.raises(ValueError, match="samples must be at least 2"):
         heads.generated_samples(engine, seed=0, count=1, length=512)
 
@@ -131,5 +133,6 @@ def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixtu
     assert run(app, ["generate", question, "--head-map", str(out), "--head-paging", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("42")
     assert run(app, ["generate", question, "--head-map", str(tmp_path / "none.json")]) == 2
+    assert "no such file: " in capsys.readouterr().err
     assert run(app, ["profile-heads", str(tmp_path)]) == 2
     assert run(app, [*arguments, "--text", str(tmp_path / "no.txt")]) == 2

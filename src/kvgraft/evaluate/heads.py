@@ -28,6 +28,7 @@ from kvgraft.segments.prompt import tokenise
 
 SUITES = "ruler,multihop"  # needles and retrieval
 PREFIX = 0.25  # of a sample's tokens
+SHORTEST = 384  # tokens of a generated sample
 ROBUST = 0.25  # shift below which cached KV of a head is right behind any prefix
 ROWS = 256  # queries whose attention weights are held at a time
 
@@ -66,10 +67,14 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
     """
     if count < 2:
         raise ValueError(f"samples must be at least 2, for two halves, got {count}")
+    if length < SHORTEST:
+        raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
     suites, shape = find_suites(SUITES), Shape(int(length * (1 - PREFIX)))
     per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
     items = [suite.items(seed, per_task, shape) for suite in suites]
-    asks = [item.phase_2[0] for item in islice(_in_turn(items), count + 2)]
+    asks = [item.phase_2[0] for item in _in_turn(items) if item.phase_2][: count + 2]
+    if len(asks) < count + 2:
+        raise ValueError(f"length must be greater than {length}: some texts are too short for a question")
     texts = [_encode(engine, "\n".join(ask.segments)) for ask in asks]
     return _pair(texts, int(length * PREFIX))
 

@@ -56,6 +56,8 @@ class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             FileNotFoundError, ValueError: there is none, or it is no head map; the message says why.
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no such file: {path}")
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except msgspec.DecodeError as error:
