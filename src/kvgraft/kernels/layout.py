@@ -1,39 +1,21 @@
 """Which queries an attention call serves, and where the context of each KV head lies in the paged pool."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.kernels.memoised import memoised
+
 LONG_RUN = 256  # queries
 LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
 TILE_ROWS = 32  # queries that attention kernels take at a time
 WINDOW_ROWS = 128  # positions whose queries read their windows together, at most
-
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
-def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
-    """A method that is called once for each set of (positional, hashable) arguments, as long as its object lives."""
-
-    @wraps(method)
-    def remembered(*given: P.args, **none: P.kwargs) -> Result:
-        owner, *arguments = given
-        known: dict[Any, Result] = vars(owner).setdefault("_memoised", {})
-        key = (method.__name__, *arguments)
-        if key not in known:
-            known[key] = method(*given, **none)
-        return known[key]
-
-    return remembered
 
 
 def in_window(tokens: Tensor, at: Tensor, sinks: int, window: int) -> Tensor:

@@ -1,0 +1,23 @@
+"""Methods whose results live as long as their object."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
+    """A method that is called once for each set of (positional, hashable) arguments, as long as its object lives."""
+
+    @wraps(method)
+    def remembered(*given: P.args, **none: P.kwargs) -> Result:
+        owner, *arguments = given
+        known: dict[Any, Result] = vars(owner).setdefault("_memoised", {})
+        key = (method.__name__, *arguments)
+        if key not in known:
+            known[key] = method(*given, **none)
+        return known[key]
+
+    return remembered
