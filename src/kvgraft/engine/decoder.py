@@ -85,3 +85,13 @@ class Decoder:
             return None
         counted = ((layer.q_norm, self.config.num_heads), (layer.k_norm, self.config.num_kv_heads))
         return torch.cat([weight.expand(num_heads, -1) for weight, num_heads in counted])
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = None) -> Tensor:
+    """Attention of a whole text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d] -> [n, Hq, d].
+
+    visible: bool [n, n], what each query sees, if that is not everything before it.
+    """
+    parts = (part.transpose(0, 1)[None] for part in (query, keys, values))  # [1, heads, n, d]
+    attended = F.scaled_dot_product_attention(*parts, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+    return attended[0].transpose(0, 1)

@@ -11,6 +11,7 @@ from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
+from kvgraft.engine.library import Library
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
@@ -18,13 +19,16 @@ from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
 from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.kv.cache import KVCache
+from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
+from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.keeping import KeepsDocuments
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.prompt import split_at_anchors, tokenise
+from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
 
 logger = logging.getLogger("kvgraft")
 MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
@@ -55,6 +59,10 @@ class Engine:
             tokenised on their own, so that their token ids never depend on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
         watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
+        document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
+        stable_layers: for these policies, the layers that agree on what is important (SamKV, Appendix A.2); None takes
+            `layers.json` of the model directory, if there is one (`kvgraft profile-layers` makes it), else the last
+            eighth.
         poison_dropped_pages: fill dead pages with NaN (tests).
 
     Raises:
@@ -81,6 +89,8 @@ class Engine:
         pad_segments: bool = False,
         watermark: float = 0.9,
         frozen_capacity: float = 0.5,
+        document_gib: float = 2.0,
+        stable_layers: Items[int] | None = None,
         poison_dropped_pages: bool = False,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
@@ -122,7 +132,9 @@ class Engine:
         chunk = -(-max_prefill_tokens // block_size) * block_size
         known = Known(pool, layout, approximate_sources, require_clean_context)
         self.memory = Memory(pool, cache, self.frozen, known, chunk)
-        self.scheduler = Scheduler(self.decoder, self.memory, self.head_map)
+        stable = _load_stable_layers(stable_layers, Path(model_dir), config)
+        self.library = Library(self.decoder, DocumentStore(int(document_gib * 2**30)), stable)
+        self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
@@ -194,8 +206,27 @@ class Engine:
         pages = self.memory.known.find_prefix(self.token_ids(request), self._scope(request.namespace))
         return self.frozen.insert(name, request.namespace, self.memory.known.payload(pages))
 
+    def read_documents(self, prompt: Request | str) -> int:
+        """Read the segments of a prompt on their own, if its policy keeps a part of them; returns how many were new.
+
+        A request does that, too, for those that it does not find.
+
+        Raises:
+            RequestError: the prompt can never be served.
+        """
+        sequence = self._sequence(0, prompt)
+        if not isinstance(sequence.policy, KeepsDocuments):
+            return 0
+        with torch.inference_mode():
+            read = [
+                self.library.fetch(sequence.tokens[span.start : span.stop], sequence.scope, sequence.policy.blocks)[1]
+                for span in sequence.documents
+            ]
+        return sum(read)
+
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests and the frozen pool hold."""
+        self.library.store.clear()
         self.memory.pool.clear()
         self.memory.known.index.discard_stale()
 
@@ -210,21 +241,27 @@ class Engine:
         Raises:
             ValueError: it can never be served; the message says why.
         """
+        ids: list[int] = self._tokenise(request).token_ids.tolist()
+        return ids
+
+    def _tokenise(self, request: Request) -> TokenisedPrompt:
         prompt = request.prompt
         if self.anchors and isinstance(prompt, str):
             prompt = split_at_anchors(prompt, self.anchors)
         prefix = opening_ids(self.tokenizer, prompt)
-        tokens = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding).token_ids.tolist()
+        tokenised = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding)
+        tokens = tokenised.token_ids
         if not isinstance(request.namespace, str):
             raise ValueError(f"namespace must be a string, got {request.namespace!r}")
-        if (largest := max(tokens)) >= self.config.vocab_size or min(tokens) < 0:
-            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {min(tokens)}..{largest}")
+        if tokens.max() >= self.config.vocab_size or tokens.min() < 0:
+            given = f"{tokens.min()}..{tokens.max()}"
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {given}")
         if len(tokens) + request.sampling.max_tokens > self.max_length:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
                 f"the limit of {self.max_length}"
             )
-        return tokens
+        return tokenised
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
         self.scheduler.waiting.extend(sequences)
@@ -246,14 +283,31 @@ class Engine:
         request = given if isinstance(given, Request) else Request(given)
         try:
             policy = self.policy if request.policy is None else _as_policy(request.policy)
-            tokens = self.token_ids(request)
+            tokenised = self._tokenise(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
         except (ValueError, TypeError) as error:
             raise RequestError(f"request {index}: {error}") from error
         sampling = request.sampling
         text = IncrementalText(self.tokenizer, sampling.stop)
-        return Sequence(index, request, policy, tokens, self._scope(request.namespace), Sampler(sampling), text)
+        tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
+        sequence = Sequence(index, request, policy, tokens, scope, Sampler(sampling), text)
+        if isinstance(policy, KeepsDocuments):
+            self._place_documents(sequence, policy, tokenised)
+        return sequence
+
+    def _place_documents(self, sequence: Sequence, policy: KeepsDocuments, tokenised: TokenisedPrompt) -> None:
+        """The segments are the documents; but the last token of a prompt is always computed."""
+        last = sequence.num_prompt - 1
+        documents = tuple(range(start, min(stop, last)) for start, stop in tokenised.segments if start < last)
+        if self.memory.cache.layout.num_local_lists:
+            self.memory.note_fallback(sequence, "head_paging")
+        elif not documents:
+            self.memory.note_fallback(sequence, "no_documents")
+        else:
+            sequence.documents = documents
+            lengths = [len(span) for span in documents]
+            sequence.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -283,6 +337,24 @@ def _load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: 
         logger.warning("%s is not used: %s", beside, error)
         return None
     return head_map
+
+
+def _load_stable_layers(given: Items[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Those that were given, or that a profile beside the weights names; if that does not fit them, the last ones."""
+    if given is not None:
+        profile = LayerProfile(config.identity, tuple(given))
+        profile.check(config.identity, config.num_layers)
+        return profile.stable
+    beside = model_dir / LAYERS_FILE
+    try:
+        profile = LayerProfile.load(beside)
+        profile.check(config.identity, config.num_layers)
+    except FileNotFoundError:
+        return last_layers(config.num_layers)
+    except ValueError as error:
+        logger.warning("%s is not used: %s", beside, error)
+        return last_layers(config.num_layers)
+    return profile.stable
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -72,11 +72,12 @@ class Known:
         """Let others find the full blocks that the sequence has computed since the last offer.
 
         Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
-        no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so.
+        no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so. Of a prompt
+        whose documents were kept in part nothing is offered.
         """
         size, first = self.pool.block_size, sequence.num_offered
         stop = sequence.num_computed // size
-        if not sequence.request.remember or stop <= first:
+        if not sequence.request.remember or sequence.documents or stop <= first:
             return
         lists = sequence.pages
         tokens = np.array(sequence.tokens[: stop * size], np.int64)

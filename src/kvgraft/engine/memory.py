@@ -16,6 +16,7 @@ from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
 NEVER = 1 << 62  # a position behind every token
+NOTHING = Reuse({}, [], [])
 
 
 class Memory:
@@ -44,11 +45,11 @@ class Memory:
             PoolExhausted: the sequence cannot fit even then.
         """
         start = time.perf_counter()
-        reuse = self.known.find(sequence, sequence.policy.uses_grafts)
+        reuse = NOTHING if sequence.documents else self.known.find(sequence, sequence.policy.uses_grafts)
         fits = self._pin(sequence, reuse)
         if not fits and idle and reuse.matches:
             reuse = self.known.find(sequence, grafts=False)
-            self._note_fallback(sequence, "pool_pressure")
+            self.note_fallback(sequence, "pool_pressure")
             fits = self._pin(sequence, reuse)
         if not fits and idle:
             raise PoolExhausted(
@@ -67,11 +68,11 @@ class Memory:
         Raises:
             PoolExhausted: not now.
         """
-        reuse = Reuse({}, [], [])
+        reuse = NOTHING
         if not self._pin(sequence, reuse):
             raise PoolExhausted(f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free")
         lists = self._start(sequence, reuse)
-        sequence.num_computed = sequence.num_prompt
+        sequence.num_computed = sequence.num_prompt - sequence.num_dropped
         blocks = np.arange(-(-sequence.num_prompt // self.pool.block_size))
         lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_prompt, self.pool.block_size)])
         self.settle(sequence)
@@ -93,6 +94,18 @@ class Memory:
             lists.leave_behind(self.pool, sequence.num_computed)
             lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
+    def shorten(self, sequence: Sequence, num_kept: int) -> None:
+        """The prompt has left only so many tokens in its pages: give back those behind them that nothing needs."""
+        sequence.num_dropped = sequence.num_prompt - num_kept
+        sequence.num_computed = num_kept
+        self.pool.release(sequence.pages.shorten(-(-sequence.num_reserved // self.pool.block_size)))
+
+    def drop_documents(self, sequence: Sequence, reason: str) -> None:
+        """The sequence is computed in full, when it is admitted again."""
+        self.release(sequence)
+        sequence.documents, sequence.num_dropped = (), 0
+        self.note_fallback(sequence, reason)
+
     def unpin_sources(self, sequence: Sequence) -> None:
         """The grafts have been copied (or are not wanted any more)."""
         self.pool.release(self._pinned.pop(sequence, []))
@@ -101,7 +114,7 @@ class Memory:
         """The sequence is recomputed in full: what it computes from here on is exact."""
         sequence.first_approximate = NEVER
         self._set_plan(sequence, sequence.admitted_plan.without_grafts())
-        self._note_fallback(sequence, reason)
+        self.note_fallback(sequence, reason)
 
     def release(self, sequence: Sequence) -> None:
         """Give all its pages back; it may be admitted again."""
@@ -157,7 +170,12 @@ class Memory:
             source = self.known.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
         sequence.first_approximate = reuse.matches[0].start if reuse.matches else NEVER
-        self._set_plan(sequence, Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches))
+        sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
+        if sequence.documents:
+            plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
+        else:
+            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches)
+        self._set_plan(sequence, plan)
         return lists
 
     def _set_plan(self, sequence: Sequence, plan: Plan) -> None:
@@ -166,7 +184,8 @@ class Memory:
         sequence.report.grafted_tokens = int(plan.grafted.sum())
         sequence.report.fresh_tokens = int(plan.fresh.sum())
 
-    def _note_fallback(self, sequence: Sequence, reason: str) -> None:
+    def note_fallback(self, sequence: Sequence, reason: str) -> None:
+        """The sequence is computed in full, and why."""
         sequence.report.fallback = reason
         self.fallbacks[reason] += 1
         logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

@@ -45,13 +45,15 @@ class Report(PrefillReport):
         ttft_s: seconds from submission to the first token.
         flops: floating-point operations of the prompt's prefill, without embedding and output layer; `ffn_flops` are
             those in FFNs, the others are in attention and its projections.
-        counts: what the policy counted, such as `promoted_heads`.
+        kv_bytes: most memory that keys and values of the prompt took at a time, room for the answer included.
+        counts: what was counted, such as `promoted_heads`.
         fallback: why grafts that were found were not used, or None.
     """
 
     ttft_s: float = 0.0
     flops: int = 0
     ffn_flops: int = 0
+    kv_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     fallback: str | None = None
 

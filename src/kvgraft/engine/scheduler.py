@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.documents import NativeDocuments
+from kvgraft.engine.library import Library
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.engine.sequence import Sequence
@@ -17,6 +19,8 @@ from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.documents import Layout, Placed
+from kvgraft.prefill.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
 
 Recover = Callable[[PrefillContext], Hidden]
@@ -29,9 +33,10 @@ class Scheduler:
         head_map: for policies that work head by head, and for a cache that keeps less of local heads.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory, head_map: HeadMap | None = None) -> None:
+    def __init__(self, decoder: Decoder, memory: Memory, library: Library, head_map: HeadMap | None = None) -> None:
         self.decoder = decoder
         self.memory = memory
+        self.library = library
         self.head_map = head_map
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -100,6 +105,10 @@ class Scheduler:
 
     def _prefill(self, policy: Policy, sequences: list[Sequence]) -> None:
         """Prompts with grafts as the policy says, all others in full; those that come out non-finite again, in full."""
+        for sequence in sequences:
+            if sequence.documents:
+                self._keep_documents(policy, sequence)
+        sequences = [sequence for sequence in sequences if not sequence.documents and sequence in self.running]
         logits: dict[Sequence, Tensor] = {}
         grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
         for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
@@ -115,6 +124,38 @@ class Scheduler:
             self._accept(sequence, logits[sequence])
             self.memory.known.offer(sequence)
             self.memory.settle(sequence)
+
+    def _keep_documents(self, policy: Policy, sequence: Sequence) -> None:
+        """One prompt whose documents are kept in part; documents that are not known yet are read first."""
+        if not isinstance(policy, KeepsDocuments):
+            raise TypeError(f"policy {policy.name!r} keeps no documents")
+        started = time.perf_counter()
+        placed, report = [], sequence.report
+        for span in sequence.documents:
+            tokens = sequence.tokens[span.start : span.stop]
+            document, was_read = self.library.fetch(tokens, sequence.scope, policy.blocks)
+            placed.append(Placed(span.start, document))
+            report.counts["documents_read"] += was_read
+        report.stages["read"] = time.perf_counter() - started
+        ctx = NativeDocuments(
+            self.decoder,
+            self.memory.cache,
+            sequence.admitted_plan,
+            torch.from_numpy(sequence.prompt),
+            Layout(placed, policy.blocks, sequence.num_prompt),
+            sequence.pages.slots[:, : sequence.num_prompt - sequence.num_dropped],
+            self.library.stable_layers,
+        )
+        hidden = policy.keep(ctx)
+        logits = self.decoder.logits(hidden.states[-1:])[0]
+        ctx.account(report)
+        if not bool(logits.isfinite().all()):
+            self.running.remove(sequence)
+            self.memory.drop_documents(sequence, "non_finite")
+            self.waiting.appendleft(sequence)
+            return
+        self.memory.shorten(sequence, ctx.num_kept)
+        self._accept(sequence, logits)
 
     def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
         """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
@@ -167,7 +208,8 @@ class Scheduler:
         positions = [torch.tensor([sequence.num_computed]) for sequence in sequences]
         slots = [sequence.pages.slots for sequence in sequences]
         layout = AttentionLayout.of(positions, slots, cache.layout.sinks, cache.layout.window)
-        cos, sin = decoder.config.rope.table(layout.query_positions)
+        dropped = torch.tensor([sequence.num_dropped for sequence in sequences], device=decoder.device)
+        cos, sin = decoder.config.rope.table(layout.query_positions + dropped)
         hidden = decoder.embed(tokens)  # [b, D]
         for layer, heads in enumerate(cache.layout.layers):
             query, keys, values = decoder.project(layer, hidden, cos, sin)

@@ -27,8 +27,11 @@ class Sequence:
         scope: digest that isolates everything it may reuse or leave behind (model and namespace).
         source: number of this token sequence as a source of segments.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
+        documents: stretches of the prompt of which a part is kept, if its policy does that.
+        num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
+            together there, so that token t of the answer lies at t - num_dropped.
         plan: how its prompt is obtained.
-        num_computed: leading positions that hold KV.
+        num_computed: leading places of its pages that hold KV.
         first_approximate: position from which its KV may differ from full recomputation.
         num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
     """
@@ -40,6 +43,8 @@ class Sequence:
     scope: bytes
     sampler: Sampler
     text: IncrementalText
+    documents: tuple[range, ...] = ()
+    num_dropped: int = 0
     source: int = field(default_factory=_sources.__next__)
     report: Report = field(default_factory=Report)
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -79,8 +84,8 @@ class Sequence:
 
     @property
     def num_reserved(self) -> int:
-        """Positions whose KV it may ever write; the last generated token's is never needed."""
-        return self.num_prompt + self.request.sampling.max_tokens - 1
+        """Places for KV that it may ever need; the last generated token's is never needed."""
+        return self.num_prompt - self.num_dropped + self.request.sampling.max_tokens - 1
 
     @property
     def first_token_pending(self) -> bool:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.decoder import Decoder, causal_attention
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
@@ -200,16 +200,13 @@ class _Layers:
 
     def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
         """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a window."""
-        projected = self.decoder.project(index, hidden, self.cos, self.sin)
-        query, keys, values = (part.transpose(0, 1)[None] for part in projected)  # [1, heads, n, d]
-        attended = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        query, keys, values = self.decoder.project(index, hidden, self.cos, self.sin)
+        attended = causal_attention(query, keys, values)
         if windowed is not None:
             size = query.shape[1] // keys.shape[1]
             own, group = slice(windowed, windowed + 1), slice(windowed * size, (windowed + 1) * size)
-            attended[:, group] = F.scaled_dot_product_attention(
-                query[:, group], keys[:, own], values[:, own], attn_mask=self.visible, enable_gqa=True
-            )
-        hidden = self.decoder.add_attention(index, hidden, attended[0].transpose(0, 1).flatten(1))
+            attended[:, group] = causal_attention(query[:, group], keys[:, own], values[:, own], self.visible)
+        hidden = self.decoder.add_attention(index, hidden, attended.flatten(1))
         return self.decoder.feed_forward(index, hidden)
 
 

@@ -41,6 +41,11 @@ class KVCache:
         """Bytes of one page, keys and values together."""
         return 2 * layout.width * block_size * head_dim * dtype.itemsize
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of this cache."""
+        return self.bytes_per_page(self.layout, self.block_size, self.keys.shape[-1], self.keys.dtype)
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
         for own in self.layout.layers[layer].every:

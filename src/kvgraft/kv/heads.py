@@ -9,12 +9,12 @@ serves all lists. Without a head map all streams share one list, and a page is w
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from kvgraft.kernels.layout import LayerHeads
+from kvgraft.kv.profiles import ModelProfile
 
 HEAD_MAP_FILE = "heads.json"  # in a model directory
 
@@ -31,17 +31,15 @@ class HeadClass(StrEnum):
     LOCAL = "local"
 
 
-class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HeadMap(ModelProfile, frozen=True, forbid_unknown_fields=True):
     """The classes of a model's KV heads, found offline (`kvgraft profile-heads`).
 
     Attributes:
-        model: fingerprint of the checkpoint that it was made for (`ModelConfig.identity`).
         sinks, window: what local heads see: first tokens of a prompt, and last tokens up to the query's own.
         classes: of every layer and KV head.
         shift, far_mass, effect: what the profiler measured of every layer and KV head; empty if it did not.
     """
 
-    model: str
     sinks: int
     window: int
     classes: tuple[tuple[HeadClass, ...], ...]
@@ -50,31 +48,12 @@ class HeadMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effect: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
-    def load(cls, path: str | Path) -> "HeadMap":
-        """Read a map.
-
-        Raises:
-            FileNotFoundError, ValueError: there is none, or it is no head map; the message says why.
-        """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no such file: {path}")
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path} is no head map: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, a layer a line."""
-        fields = []
-        for name, value in msgspec.structs.asdict(self).items():
-            rows = ",\n  ".join(msgspec.json.encode(row).decode() for row in value) if isinstance(value, tuple) else ""
-            fields.append(f' "{name}": ' + (f"[\n  {rows}\n ]" if rows else msgspec.json.encode(value).decode()))
-        Path(path).write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    def describe(cls) -> str:
+        return "head map"
 
     def check(self, model: str, num_layers: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the map was made for this model and can be used."""
-        if self.model != model:
-            raise ValueError(f"the head map was made for model {self.model[:12]}, this one is {model[:12]}: profile it")
+        self.check_model(model)
         if [len(layer) for layer in self.classes] != [num_kv_heads] * num_layers:
             raise ValueError(f"the head map must give {num_kv_heads} classes in each of {num_layers} layers")
         if self.sinks < 0 or self.window < 1:

@@ -38,6 +38,13 @@ class PageLists:
         tokens = torch.from_numpy((blocks[:, None] * self.block_size + offsets).ravel()).to(self.slots.device)
         self.slots[lists, tokens] = torch.from_numpy(slots.reshape(len(slots), -1)).to(self.slots.device)
 
+    def shorten(self, num_blocks: int) -> list[int]:
+        """Have only the first blocks; returns the pages of the others."""
+        dropped = self.pages[:, num_blocks:]
+        self.pages = self.pages[:, :num_blocks]
+        self.slots = self.slots[:, : num_blocks * self.block_size]
+        return dropped[dropped >= 0].tolist()
+
     def add_local(self, pool: PagePool, blocks: np.ndarray) -> None:
         """Have pages in all local lists for blocks int [b]: reserved ones first."""
         missing = blocks[(self.pages[1:, blocks] < 0).any(0)]

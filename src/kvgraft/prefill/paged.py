@@ -1,10 +1,8 @@
 """What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage times."""
 
-import time
 from abc import abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch import Tensor
 from kvgraft.kernels.dispatch import attention_mass
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.stages import StageTimes
 
 
 class PagedPrefill(PrefillContext):
@@ -31,7 +30,8 @@ class PagedPrefill(PrefillContext):
         self.plan = plan
         self.block_size = plan.block_size
         self.counts = Counter()
-        self.stages: dict[str, float] = defaultdict(float)
+        times = StageTimes(slots[0].device)
+        self.stages, self._timed = times.seconds, times.timed
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
         self._slots = slots
         self._scale = scale
@@ -105,14 +105,3 @@ class PagedPrefill(PrefillContext):
         if self._query is None:
             raise ValueError("no layer has been computed yet, so there are no queries")
         return self._query
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = self._clock()
-        yield
-        self.stages[stage] += self._clock() - start
-
-    def _clock(self) -> float:
-        if self._slots[0].is_cuda:
-            torch.cuda.synchronize(self._slots[0].device)
-        return time.perf_counter()

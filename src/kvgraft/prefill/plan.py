@@ -91,6 +91,14 @@ class Plan:
         )
 
     @classmethod
+    def for_documents(cls, num_tokens: int, block_size: int, documents: Iterable[range]) -> "Plan":
+        """The plan of one prompt whose documents lie outside the pool: they are grafted, from no page."""
+        plan = cls.for_prompt(num_tokens, block_size)
+        for tokens in documents:
+            plan.kinds[tokens.start : tokens.stop] = Kind.GRAFTED
+        return plan
+
+    @classmethod
     def batch(cls, plans: Sequence["Plan"]) -> "Plan":
         """Several plans laid end to end."""
         starts = np.cumsum([0, *(plan.num_tokens for plan in plans)])

@@ -5,6 +5,8 @@ multihop      two facts in different documents, either of them first (HotpotQA, 
 instruction   what the documents mean is said by an instruction before them
 chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
 agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD; SparseX Table 3)
+multidoc      questions over many documents of which few matter: one fact among alike ones, two hops, chains
+              (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3); its segments are 2 to 10 documents
 stress        made against methods that choose few tokens: majorities of resolved values, the longest chains
 """
 
@@ -21,6 +23,7 @@ _FACTS = {  # kind of question -> words that one of its facts takes, and the mos
     "frequent": (84, 1), "common": (64, 1), "vote": (24, 10), "poll": (40, 4),
 }  # fmt: skip
 LISTS = ("common", "frequent")  # one list a text, as in RULER
+_MULTIDOC = {"distractors": "needle", "two_hop": "hop", "two_hop_reversed": "hop_reversed", "chain": "variable"}
 _KINDS = {"needles": "needle", "hop_reversed": "hop"}  # questions about facts of another name
 
 
@@ -30,6 +33,10 @@ def _ruler(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 
 def _multihop(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
     return _write(rng, shape, pattern, task, (task,), "documents")
+
+
+def _multidoc(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    return _write(rng, shape, pattern, task, (_MULTIDOC[task],), "documents", share=0.2)
 
 
 def _instruction(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
@@ -59,6 +66,7 @@ GENERATED = {
     for suite in (
         Suite("ruler", "RULER: four tasks", ("needles", "variable", "common", "frequent"), _ruler, LISTS),
         Suite("multihop", "two facts in different documents", ("hop", "hop_reversed"), _multihop),
+        Suite("multidoc", "few of many documents matter", tuple(_MULTIDOC), _multidoc),
         Suite("instruction", "an instruction decides what documents mean", ("glossary",), _instruction),
         Suite("chat", "facts from many turns", ("coreference", "needle", "glossary"), _chat),
         Suite("agents", "judge, debate, ReAct", ("judge", "debate", "react"), _agents),
@@ -67,12 +75,21 @@ GENERATED = {
 }
 
 
-def _write(rng: Random, shape: Shape, pattern: Pattern, task: str, wanted: tuple[str, ...], frame: Frame) -> Item:
-    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about in another."""
+def _write(
+    rng: Random,
+    shape: Shape,
+    pattern: Pattern,
+    task: str,
+    wanted: tuple[str, ...],
+    frame: Frame,
+    share: float = 0.45,
+) -> Item:
+    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about in another; the
+    facts are at most a `share` of the text."""
     colours = rng.sample(vocabulary.COLOURS, 8)
     words = shape.length - 60  # for the instruction, the question and what frames add
     orders = [tuple(range(shape.num_segments))]
-    facts = _facts(rng, wanted, words)
+    facts = _facts(rng, wanted, words, share)
     documents = make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
     segments = tuple(wording.frame(rng, documents, frame))
     instructions = [_instruct(rng, colours, frame) for _ in range(shape.num_segments + 1)]
@@ -87,12 +104,12 @@ def _write(rng: Random, shape: Shape, pattern: Pattern, task: str, wanted: tuple
     return Item(pattern, read, asks)
 
 
-def _facts(rng: Random, wanted: tuple[str, ...], words: int) -> Facts:
+def _facts(rng: Random, wanted: tuple[str, ...], words: int, share: float) -> Facts:
     kinds = {_KINDS.get(kind, kind) for kind in wanted}
     counts = {}
     for kind in sorted(kinds):
         cost, most = _FACTS[kind]
-        counts[kind] = max(1, min(most, int(0.45 * words / len(kinds) / cost)))
+        counts[kind] = max(1, min(most, int(share * words / len(kinds) / cost)))
     others = [kind for kind in ("needle", "variable", "vote") if kind not in kinds]
     distractor = rng.choice(others)
     counts[distractor] = max(1, min(6, int(0.08 * words / _FACTS[distractor][0])))

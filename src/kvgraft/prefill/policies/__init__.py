@@ -6,16 +6,19 @@ from typing import Any
 
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies.cacheblend import CacheBlend
+from kvgraft.prefill.policies.condense import Condense
 from kvgraft.prefill.policies.epic import Epic
 from kvgraft.prefill.policies.full import Full
 from kvgraft.prefill.policies.naive import Naive
 from kvgraft.prefill.policies.prophet import Prophet
 from kvgraft.prefill.policies.redknot import RedKnot
+from kvgraft.prefill.policies.samkv import SamKV
 from kvgraft.prefill.policies.sparsex import SparseX
 from kvgraft.prefill.policies.transitive import Transitive
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot)
+    policy.name: policy
+    for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot, SamKV, Condense)
 }
 DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/quality.md says why
 
@@ -60,12 +63,14 @@ __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
     "CacheBlend",
+    "Condense",
     "Epic",
     "Full",
     "Naive",
     "Policy",
     "Prophet",
     "RedKnot",
+    "SamKV",
     "SparseX",
     "Transitive",
     "make_policy",

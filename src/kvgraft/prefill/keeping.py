@@ -1,0 +1,108 @@
+"""Policies that keep a part of many documents: what they share is SamKV's frame (section 3)."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvgraft.kv.documents import Blocks
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.documents import DocumentContext
+from kvgraft.prefill.options import require_at_least, require_choice, require_share
+
+Recomputed = Literal["none", "anchors", "kept"]
+Update = Literal["overwrite", "fusion"]
+
+
+@dataclass(frozen=True)
+class KeepsDocuments(Policy):
+    """A policy for prompts of many documents, of which some blocks are kept; without documents it is full prefill.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    uses_grafts: ClassVar[bool] = False  # documents are no grafts: they lie outside the page pool
+
+    block: int = 64  # tokens of a block; in short documents fewer, see `Blocks`
+    initial: int = 1  # blocks at the beginning of each document that are always kept
+    local: int = 2  # blocks at the end of each document that are always kept
+    ratio: float = 0.15  # of the documents' tokens that are kept, at most, with those that are always kept
+    recomputed: Recomputed = "anchors"  # of what is kept: initial, local and outlier tokens, or everything
+    update: Update = "overwrite"  # what is computed anew replaces what was there, or is blended with it (Eq. 4)
+    halo: int = 0  # blocks before each kept one that recomputation sees as well; they are gone afterwards
+
+    def __post_init__(self) -> None:
+        for option, least in (("block", 1), ("initial", 0), ("local", 0), ("halo", 0)):
+            require_at_least(option, getattr(self, option), least)
+        require_share("ratio", self.ratio)
+        require_choice("recomputed", self.recomputed, get_args(Recomputed))
+        require_choice("update", self.update, get_args(Update))
+
+    @property
+    def blocks(self) -> Blocks:
+        """How it cuts documents."""
+        return Blocks(self.block, self.initial, self.local)
+
+    def num_kept(self, lengths: Sequence[int]) -> int:
+        """Tokens of documents of these lengths that stay in each layer, at most."""
+        anchors = sum(self.blocks.num_anchors(length) for length in lengths)
+        return max(anchors, int(self.ratio * sum(lengths) + 1e-9))
+
+    @abstractmethod
+    def choose(self, ctx: DocumentContext) -> Tensor:
+        """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all anchors."""
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Everything: only a host without documents calls this."""
+        return self.recompute(ctx)
+
+    def keep(self, ctx: DocumentContext) -> Hidden:
+        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure 2)."""
+        kept = self.choose(ctx)
+        ctx.retain(kept | ctx.plan.fresh)
+        self._mend(ctx, kept)
+        question = ctx.plan.question
+        hidden = ctx.embed(question)
+        for index in range(ctx.num_layers):
+            hidden = ctx.layer(index, hidden, sees=kept[index] | ctx.plan.fresh, writes=question, outputs=question)
+        return hidden
+
+    def ask(self, ctx: DocumentContext, sees: Tensor) -> Iterator[int]:
+        """Prefill all fresh tokens over these tokens of documents bool [T], to see what the question looks for; yields
+        each layer when its queries are there (section 3.1)."""
+        fresh = ctx.plan.fresh
+        hidden = ctx.embed(fresh)
+        for index in range(ctx.num_layers):
+            hidden = ctx.layer(index, hidden, sees=sees, writes=fresh, outputs=fresh)
+            yield index
+
+    def _mend(self, ctx: DocumentContext, kept: Tensor) -> None:
+        """Section 3.3. Layers keep different tokens; a token that is recomputed in a layer is computed in all below it
+        (rule 1), where it uses what is cached for it unless it is recomputed there, too (rule 2)."""
+        fresh = ctx.plan.fresh & ~ctx.plan.question
+        anew = self._anew(ctx, kept) | fresh  # [L, T]
+        needed = anew.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
+        if not needed.any():
+            return
+        hidden = ctx.embed(needed[0])
+        for index in range(ctx.num_layers):
+            outputs = needed[index + 1] if index + 1 < ctx.num_layers else torch.zeros_like(fresh)
+            sees = kept[index] | fresh | ctx.layout.before(kept[index], self.halo)
+            hidden = ctx.layer(
+                index, hidden, sees=sees, writes=anew[index], outputs=outputs, fuses=self.update == "fusion"
+            )
+
+    def _anew(self, ctx: DocumentContext, kept: Tensor) -> Tensor:
+        """bool [L, T]: kept tokens to be recomputed."""
+        if self.recomputed == "none":
+            return torch.zeros_like(kept)
+        if self.recomputed == "kept":
+            return kept
+        wanted = ctx.layout.anchors.repeat(ctx.num_layers, 1)
+        for at in ctx.layout.placed:
+            wanted[:, at.start : at.stop] |= at.document.outliers
+        return kept & wanted

@@ -1,0 +1,119 @@
+"""SamKV: sparse attention across the KV caches of many documents."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvgraft.prefill.documents import DocumentContext
+from kvgraft.prefill.keeping import KeepsDocuments, Update
+from kvgraft.prefill.options import require_choice
+
+Switch = Literal["on", "off"]
+
+
+@dataclass(frozen=True)
+class SamKV(KeepsDocuments):
+    """Keeps of each document the initial and local blocks, and the middle blocks whose mean key is closest to what the
+    question and the other documents look for; recomputes initial, local and outlier tokens.
+
+    Source: Cao et al., "Sparse Attention across Multiple-context KV Cache", 2026, sections 3.1 to 3.3 and Appendix A.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "samkv"
+
+    update: Update = "fusion"
+    selection: Switch = "on"  # off: nothing but initial and local blocks
+    bias: Switch = "on"  # off: the generic query asks every document (no Eq. 1)
+    top_p: Switch = "on"  # off: `ratio` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("selection", "bias", "top_p"):
+            require_choice(option, getattr(self, option), get_args(Switch))
+
+    def choose(self, ctx: DocumentContext) -> Tensor:
+        """Sections 3.1 and 3.2."""
+        layout, lengths = ctx.layout, ctx.layout.lengths
+        question = ctx.plan.question[ctx.plan.fresh]
+        generic = [ctx.query()[question].float().mean(0) for _ in self.ask(ctx, layout.anchors)]  # [Hq, d] each
+        kept = layout.anchors.repeat(ctx.num_layers, 1)
+        if self.selection == "off" or not layout.is_middle.any():
+            return kept
+        scores = torch.stack([self._scores(ctx, index, query) for index, query in enumerate(generic)])  # [L, B]
+        num_tokens = self.num_kept(lengths) - int(layout.anchors.sum())
+        retrieved = layout.is_middle.repeat(ctx.num_layers, 1)
+        if self.top_p == "on":
+            retrieved = self._retrieve(ctx, scores)
+            most = [int((layout.stops - layout.starts)[found].sum()) for found in retrieved]
+            filtered = sum(lengths) // len(lengths) if len(lengths) > 1 else sum(lengths)
+            num_tokens = min(num_tokens, filtered, *most)
+        normed = _normed(ctx, scores)
+        for index in range(ctx.num_layers):
+            ranking = normed[index].argsort(descending=True, stable=True)
+            kept[index] |= layout.fill(ranking[retrieved[index][ranking]], num_tokens)
+        return kept
+
+    def _scores(self, ctx: DocumentContext, index: int, generic: Tensor) -> Tensor:
+        """How well every block matches the query of its document, [B]."""
+        numbers = range(len(ctx.layout.placed))
+        local = [ctx.local_query(index, number).float() for number in numbers]
+        queries = personalise(generic, local) if self.bias == "on" else [generic] * len(local)
+        return torch.cat([match(queries[number], ctx.block_keys(index, number)) for number in numbers]).cpu()
+
+    def _retrieve(self, ctx: DocumentContext, scores: Tensor) -> Tensor:
+        """bool [L, B]: of each document and layer the best share P of the middle blocks (Eq. 2 and 3)."""
+        layout, stable = ctx.layout, list(ctx.stable_layers)
+        retrieved = torch.zeros_like(scores, dtype=torch.bool)
+        for number, at in enumerate(ctx.layout.placed):
+            mine = layout.owner == number
+            middle = layout.is_middle[mine]
+            if not middle.any():
+                continue
+            anchors = scores[:, mine][:, ~middle].mean(1) if not middle.all() else torch.zeros(ctx.num_layers)
+            of_middle = scores[:, mine][:, middle]  # [L, b]
+            best = of_middle.gather(1, at.document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
+            worst = of_middle.gather(1, at.document.attention[:, middle].argmin(1, keepdim=True))[:, 0]
+            share = retrieved_share(best, anchors, worst)[stable].mean()
+            top = of_middle.topk(math.ceil(float(share) * of_middle.shape[1]), dim=1).indices
+            retrieved.scatter_(1, (mine & layout.is_middle).nonzero()[:, 0][top], True)
+        return retrieved
+
+
+def personalise(generic: Tensor, local: Sequence[Tensor]) -> list[Tensor]:
+    """For each document the query that looks for what the others have, too (Eq. 1): [Hq, d] each."""
+    weighted = [F.cosine_similarity(generic.flatten(), q.flatten(), dim=0).abs() * q for q in local]
+    others = max(len(local) - 1, 1)
+    total = torch.stack(weighted).sum(0)
+    return [generic + (total - own) / others for own in weighted]
+
+
+def match(query: Tensor, keys: Tensor) -> Tensor:
+    """Inner products over all heads: query [Hq, d], keys [B, Hkv, d] -> [B]."""
+    by_group = query.unflatten(0, (keys.shape[1], -1)).sum(1)  # [Hkv, d]
+    return (keys.float() * by_group).sum((1, 2))
+
+
+def retrieved_share(best: Tensor, anchor: Tensor, worst: Tensor) -> Tensor:
+    """P of each layer from the scores of the most important block, the anchors, and the most unimportant block: [L]
+    each (Eq. 2)."""
+    inside = (worst < anchor) & (anchor <= best)
+    return torch.where(inside, (best - anchor) / (best - worst), torch.zeros_like(best))
+
+
+def _normed(ctx: DocumentContext, scores: Tensor) -> Tensor:
+    """Scores [L, B] that can be compared between documents: in each, of mean 0 and deviation 1 in its middle."""
+    normed = torch.full_like(scores, float("-inf"))
+    for number in range(len(ctx.layout.placed)):
+        mine = (ctx.layout.owner == number) & ctx.layout.is_middle
+        if mine.any():
+            own = scores[:, mine]
+            normed[:, mine] = (own - own.mean(1, keepdim=True)) / own.std(1, unbiased=False, keepdim=True).clamp(1e-9)
+    return normed
