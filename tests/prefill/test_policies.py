@@ -35,7 +35,8 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
     [
         (
             "magic",
-            "unknown policy 'magic': choose from cacheblend, epic, full, naive, prophet, redknot, sparsex, transitive",
+            "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, redknot, samkv, "
+            "sparsex, transitive",
         ),
         ("", "unknown policy ''"),
         ("sparsex:budget=1", "no option 'budget': it has rows, reduction, unit, boundary, topk, overflow_blocks"),
@@ -53,6 +54,14 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("redknot:last_mass=x", "last_mass must be a share from 0 to 1, got 'x'"),
         ("redknot:recent=-1", "recent must be an integer of at least 0, got -1"),
         ("redknot:windows=maybe", "windows must be one of on, off, got 'maybe'"),
+        ("samkv:ratio=2", "ratio must be a share from 0 to 1, got 2"),
+        ("samkv:block=0", "block must be an integer of at least 1, got 0"),
+        ("samkv:local=-1", "local must be an integer of at least 0, got -1"),
+        ("samkv:recomputed=all", "recomputed must be one of none, anchors, kept, got 'all'"),
+        ("samkv:update=mix", "update must be one of overwrite, fusion, got 'mix'"),
+        ("samkv:bias=no", "bias must be one of on, off, got 'no'"),
+        ("condense:rounds=0", "rounds must be an integer of at least 1, got 0"),
+        ("condense:hops=0.5", "hops must be an integer of at least 0, got 0.5"),
         ("epic:tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:share=9", "share must be a share from 0 to 1, got 9"),

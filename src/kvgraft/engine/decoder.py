@@ -88,10 +88,12 @@ class Decoder:
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Attention of a whole text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d] -> [n, Hq, d].
+    """Attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d] -> [n, Hq, d].
 
     visible: bool [n, n], what each query sees, if that is not everything before it.
     """
-    parts = (part.transpose(0, 1)[None] for part in (query, keys, values))  # [1, heads, n, d]
-    attended = F.scaled_dot_product_attention(*parts, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+    query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))  # [1, heads, n, d]
+    attended = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=visible, is_causal=visible is None, enable_gqa=True
+    )
     return attended[0].transpose(0, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.request import Report
 from kvgraft.kernels.dispatch import segpaged_attention
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.rope import rotate
@@ -52,7 +52,12 @@ class NativeDocuments(DocumentContext):
         self.stages, self._timed = times.seconds, times.timed
         self._decoder, self._cache, self._token_ids, self._slots = decoder, cache, token_ids, slots
         self._heads = StreamLayout.dense(1, decoder.config.num_kv_heads).layers[0]  # of a layer beside the pages
+        shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)  # of the tokens of documents; nothing turns the others
+        for at in layout.placed:
+            shifts[at.start : at.stop] = at.start
+        self._turns = decoder.config.rope.table(shifts.to(decoder.device))
         self._kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
+        self._finite = torch.tensor(True, device=decoder.device)
         self._computed_last: tuple[Tensor, Tensor] | None = None  # tokens bool [T], their queries [n, Hq, d]
 
     def embed(self, where: Tensor) -> Hidden:
@@ -67,9 +72,10 @@ class NativeDocuments(DocumentContext):
             decoder, config, where = self._decoder, self._decoder.config, hidden.where
             here = sees | writes | outputs
             pool = self._gather(index, here)
-            query, *new = decoder.project(index, hidden.states, *self._rope_of(where))
+            query, *computed = decoder.project(index, hidden.states, *self._rope_of(where))
+            new = [part[writes[where]] for part in computed]
             self._computed_last = (where, query)
-            self._write(index, here, pool, writes, [part[writes[where]] for part in new], fuses)
+            self._write(index, here, pool, writes, new, fuses)
             self.computed += query.shape[0]
             self.attention_flops += query.shape[0] * config.project_flops
             if not bool(outputs.any()):
@@ -82,7 +88,9 @@ class NativeDocuments(DocumentContext):
             self.attention_flops += int((place + 1).sum()) * config.attention_flops
             self.attention_flops += place.numel() * config.output_flops
             self.ffn_flops += place.numel() * config.ffn_flops
-            return Hidden(decoder.feed_forward(index, states), outputs)
+            states = decoder.feed_forward(index, states)
+            self._finite = self._finite & states.isfinite().all()
+            return Hidden(states, outputs)
 
     def query(self) -> Tensor:
         if self._computed_last is None:
@@ -97,11 +105,15 @@ class NativeDocuments(DocumentContext):
             where, query = self._computed_last
             asking = query[queries[where]]  # [n, Hq, d]
             config = self._decoder.config
+            groups = asking.shape[1] // config.num_kv_heads
+            positions = queries.nonzero()[:, 0].to(asking.device).repeat(groups)[:, None]  # [G * n, 1]
             logits = []
             for at in self.layout.placed:
                 turned = rotate(asking, *self._turn(-at.start)).unflatten(1, (config.num_kv_heads, -1))
-                keys = at.document.keys[index].to(asking.device).permute(1, 2, 0)  # [Hkv, d, t]
-                logits.append((turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys).float())  # [Hkv, G * n, t]
+                keys = at.document.keys[index].to(asking.device)  # [Hkv, t, d]
+                own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
+                here = torch.arange(at.start, at.stop, device=asking.device)
+                logits.append(own.masked_fill_(here > positions, -1e30))
             weights = (torch.cat(logits, dim=2) * config.head_dim**-0.5).softmax(2)
             self.attention_flops += asking.shape[0] * weights.shape[2] * config.attention_flops // 2
             scores = torch.zeros(self.plan.num_tokens)
@@ -120,7 +132,9 @@ class NativeDocuments(DocumentContext):
         with self._timed("align"):
             counts = kept.sum(1)
             if bool((counts != counts[0]).any()) or int(counts[0]) > self._slots.shape[1]:
-                raise ValueError(f"{counts.tolist()} tokens cannot be kept: room is for {self._slots.shape[1]} in each layer")
+                raise ValueError(
+                    f"{counts.tolist()} tokens cannot be kept: room is for {self._slots.shape[1]} in each layer"
+                )
             if bool((self.plan.fresh & ~kept).any()):
                 raise ValueError("fresh tokens must be kept")
             self.num_kept = int(counts[0])
@@ -128,6 +142,11 @@ class NativeDocuments(DocumentContext):
                 keys, values = self._gather(index, kept[index])
                 self._cache.write(index, self._slots[:, : self.num_kept], keys.transpose(0, 1), values.transpose(0, 1))
             self._kept = kept
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was computed is."""
+        return bool(self._finite)
 
     def account(self, report: Report) -> None:
         """Tell what was done."""
@@ -146,14 +165,16 @@ class NativeDocuments(DocumentContext):
         shape = (config.num_kv_heads, int(where.sum()), config.head_dim)
         keys, values = torch.full((2, *shape), float("nan"), dtype=self._decoder.dtype, device=device)
         self.scratch_bytes = max(self.scratch_bytes, keys.nbytes + values.nbytes)
-        rank, missing = _rank(where), where & ~self._kept[index]
+        rank, missing = _rank(where), where & ~self._kept[index] & self.plan.grafted
         for at in self.layout.placed:
             tokens = missing[at.start : at.stop].nonzero()[:, 0]
             if tokens.numel():
                 place = rank[at.start + tokens].to(device)
-                own = (part[index, tokens].to(device) for part in (at.document.keys, at.document.values))
-                for pool, part, turn in zip((keys, values), own, (self._turn(at.start), None), strict=True):
-                    pool[:, place] = (rotate(part, *turn) if turn else part).transpose(0, 1)
+                for pool, source in ((keys, at.document.keys), (values, at.document.values)):
+                    pool[:, place] = source[index][:, tokens].to(device)
+        if missing.any():
+            turned = rotate(keys.transpose(0, 1), *(part[where.to(device)] for part in self._turns))
+            keys = turned.transpose(0, 1)
         held = where & self._kept[index]
         if held.any():
             slots = self._slots[:, _rank(self._kept[index])[held].to(device)]
@@ -162,26 +183,22 @@ class NativeDocuments(DocumentContext):
         return keys, values
 
     def _write(
-        self, index: int, here: Tensor, pool: tuple[Tensor, Tensor], writes: Tensor, new: Sequence[Tensor], fuses: bool
+        self, index: int, here: Tensor, pool: Sequence[Tensor], writes: Tensor, new: Sequence[Tensor], fuses: bool
     ) -> None:
         """Put the keys and values [n, Hkv, d] of the tokens in `writes` into what was gathered of `here`, and, where
         they are kept, into the pages."""
-        device = self._decoder.device
+        device, stays = self._decoder.device, writes & self._kept[index]
         place = _rank(here)[writes].to(device)
         if fuses:
-            known = self.plan.grafted[writes].to(device)
-            old = (part[:, place].transpose(0, 1)[known] for part in pool)
-            blended = blend((new[0][known], new[1][known]), tuple(old))
-            new = [part.clone() for part in new]
-            for part, changed in zip(new, blended, strict=True):
-                part[known] = changed
+            known = self.plan.grafted[writes].to(device)[:, None, None]
+            old = [part[:, place].transpose(0, 1) for part in pool]
+            new = [torch.where(known, a, b) for a, b in zip(blend(new, old), new, strict=True)]
         for part, changed in zip(pool, new, strict=True):
             part[:, place] = changed.transpose(0, 1)
-        if index == self.num_layers - 1 and self.num_kept:
-            self.recomputed = max(self.recomputed, int((writes & self.plan.grafted).sum()))
-        stays = (writes & self._kept[index])[writes].to(device)
-        slots = self._slots[:, _rank(self._kept[index])[writes & self._kept[index]].to(device)]
-        self._cache.write(index, slots, new[0][stays], new[1][stays])
+        if index == self.num_layers - 1:
+            self.recomputed += int((stays & self.plan.grafted).sum())
+        slots = self._slots[:, _rank(self._kept[index])[stays].to(device)]
+        self._cache.write(index, slots, *(part[stays[writes].to(device)] for part in new))
 
     def _rope_of(self, where: Tensor) -> tuple[Tensor, Tensor]:
         return self._decoder.config.rope.table(where.nonzero()[:, 0].to(self._decoder.device))

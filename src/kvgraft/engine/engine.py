@@ -1,18 +1,17 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
-import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 
 import torch
 
-from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
 from kvgraft.engine.library import Library
 from kvgraft.engine.memory import Memory
+from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
@@ -20,9 +19,8 @@ from kvgraft.engine.sequence import Sequence
 from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.documents import DocumentStore
-from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap, StreamLayout
+from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
-from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.keeping import KeepsDocuments
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
@@ -30,8 +28,6 @@ from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
 
-logger = logging.getLogger("kvgraft")
-MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -111,7 +107,7 @@ class Engine:
         self.max_length = max_length or config.max_position
         if not 1 < self.max_length <= config.max_position:
             raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
-        self.head_map = _load_head_map(head_map, Path(model_dir), config)
+        self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout = StreamLayout.dense(config.num_layers, config.num_kv_heads)
         self._model = f"{config.identity}/{self.decoder.dtype}"
         if head_paging:
@@ -132,7 +128,7 @@ class Engine:
         chunk = -(-max_prefill_tokens // block_size) * block_size
         known = Known(pool, layout, approximate_sources, require_clean_context)
         self.memory = Memory(pool, cache, self.frozen, known, chunk)
-        stable = _load_stable_layers(stable_layers, Path(model_dir), config)
+        stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(self.decoder, DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
 
@@ -183,6 +179,7 @@ class Engine:
         payload = load_payload(Path(path), self.memory.cache, self._model)
         header = payload.header
         sequence = self._sequence(0, Request(header.prompt, "full", header.sampling, remember=False))
+        sequence.num_dropped = header.num_dropped
         self.scheduler.adopt(sequence)
         put_payload(payload, sequence, self.memory.cache)
         sequence.accept(header.first_token, torch.zeros(0), self.config.eos_token_ids)
@@ -321,40 +318,6 @@ def _check_device(name: str) -> None:
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         raise ValueError(f"device {name!r} is not available: choose from {available}")
-
-
-def _load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: ModelConfig) -> HeadMap | None:
-    """The map that was given, or that lies beside the weights; if that does not fit them, none."""
-    beside = model_dir / HEAD_MAP_FILE
-    if given is None and not beside.is_file():
-        return None
-    head_map = given if isinstance(given, HeadMap) else HeadMap.load(given or beside)
-    try:
-        head_map.check(config.identity, config.num_layers, config.num_kv_heads)
-    except ValueError as error:
-        if given is not None:
-            raise
-        logger.warning("%s is not used: %s", beside, error)
-        return None
-    return head_map
-
-
-def _load_stable_layers(given: Items[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Those that were given, or that a profile beside the weights names; if that does not fit them, the last ones."""
-    if given is not None:
-        profile = LayerProfile(config.identity, tuple(given))
-        profile.check(config.identity, config.num_layers)
-        return profile.stable
-    beside = model_dir / LAYERS_FILE
-    try:
-        profile = LayerProfile.load(beside)
-        profile.check(config.identity, config.num_layers)
-    except FileNotFoundError:
-        return last_layers(config.num_layers)
-    except ValueError as error:
-        logger.warning("%s is not used: %s", beside, error)
-        return last_layers(config.num_layers)
-    return profile.stable
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -20,12 +20,19 @@ from kvgraft.kv.heads import StreamLayout
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer."""
+    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer;
+    `num_dropped` tokens of the prompt were not kept."""
 
     model: str
     prompt: tuple[int, ...]
     first_token: int
     sampling: SamplingParams
+    num_dropped: int = 0
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of the prompt that the payload has KV of."""
+        return len(self.prompt) - self.num_dropped
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Payload:
 
 def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> None:
     """Write what a sequence that has its first token needs to go on elsewhere."""
-    header = Header(model, tuple(sequence.prompt.tolist()), sequence.tokens[-1], sequence.request.sampling)
+    prompt, sampling = tuple(sequence.prompt.tolist()), sequence.request.sampling
+    header = Header(model, prompt, sequence.tokens[-1], sampling, sequence.num_dropped)
     tensors = {}
     for page_list in range(cache.layout.num_lists):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
@@ -65,8 +73,10 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
             keys, values = ([file.get_tensor(f"{name}.{i}") for i in lists] for name in ("keys", "values"))
     except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is no payload: {error}") from error
+    if not 0 <= header.num_dropped < len(header.prompt):
+        raise ValueError(f"{path} is no payload: it dropped {header.num_dropped} of {len(header.prompt)} tokens")
     for page_list, pair in enumerate(zip(keys, values, strict=True)):
-        count = _sent(cache.layout, page_list, len(header.prompt)).numel()
+        count = _sent(cache.layout, page_list, header.num_held).numel()
         shape = (cache.layout.width, count, cache.keys.shape[-1])
         if any(part.shape != shape or part.dtype != cache.keys.dtype for part in pair):
             raise ValueError(f"{path} is no payload: its tensors do not fit its header")
@@ -76,7 +86,7 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
 def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
     for page_list, (keys, values) in enumerate(zip(payload.keys, payload.values, strict=True)):
-        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, len(payload.header.prompt))]
+        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, payload.header.num_held)]
         cache.keys[:, slots] = keys.to(slots.device)
         cache.values[:, slots] = values.to(slots.device)
 

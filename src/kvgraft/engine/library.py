@@ -53,8 +53,8 @@ def read_document(decoder: Decoder, tokens: Sequence[int], blocks: Blocks) -> Do
         outliers = torch.zeros(len(tokens), dtype=torch.bool, device=device)
         outliers[importance.representative[exceptionally_small(importance.exponent)]] = True
         for name, value in (
-            ("keys", keys),
-            ("values", values),
+            ("keys", keys.transpose(0, 1)),
+            ("values", values.transpose(0, 1)),
             ("block_keys", torch.stack([part.float().mean(0).to(keys.dtype) for part in keys.split(size)])),
             ("local_query", query[local:].float().mean(0).to(query.dtype)),
             ("exponents", importance.exponent),

@@ -73,8 +73,8 @@ class Memory:
             raise PoolExhausted(f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free")
         lists = self._start(sequence, reuse)
         sequence.num_computed = sequence.num_prompt - sequence.num_dropped
-        blocks = np.arange(-(-sequence.num_prompt // self.pool.block_size))
-        lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_prompt, self.pool.block_size)])
+        blocks = np.arange(-(-sequence.num_computed // self.pool.block_size))
+        lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_computed, self.pool.block_size)])
         self.settle(sequence)
 
     def reach(self, sequence: Sequence, positions: np.ndarray) -> None:

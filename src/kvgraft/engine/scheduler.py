@@ -149,7 +149,7 @@ class Scheduler:
         hidden = policy.keep(ctx)
         logits = self.decoder.logits(hidden.states[-1:])[0]
         ctx.account(report)
-        if not bool(logits.isfinite().all()):
+        if not ctx.is_finite or not bool(logits.isfinite().all()):
             self.running.remove(sequence)
             self.memory.drop_documents(sequence, "non_finite")
             self.waiting.appendleft(sequence)

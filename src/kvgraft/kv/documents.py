@@ -1,13 +1,10 @@
-"""Documents that were read on their own, whole and outside the page pool: of them a prompt keeps what it needs (SamKV)."""
+"""Documents that were read on their own, whole and outside the page pool; of them a prompt keeps a part (SamKV)."""
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 SMALLEST_BLOCK = 8  # tokens
@@ -60,7 +57,7 @@ class Document:
     """A text that was read on its own, from position 0, and what is known of its blocks at load time.
 
     Attributes:
-        keys, values: [L, n, Hkv, d]; keys are rotated for positions 0..n-1.
+        keys, values: [L, Hkv, n, d]; keys are rotated for positions 0..n-1.
         block_size: tokens of each of the B blocks, of which the last may be shorter.
         block_keys: [L, B, Hkv, d], the mean key of each block.
         local_query: [L, Hq, d], the mean query of the local blocks (Q_loc).
@@ -82,7 +79,7 @@ class Document:
     @property
     def num_tokens(self) -> int:
         """n."""
-        return self.keys.shape[1]
+        return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -115,10 +112,13 @@ class DocumentStore:
         return self._documents.get(key)
 
     def put(self, tokens: np.ndarray, scope: bytes, blocks: Blocks, document: Document) -> None:
-        """Keep a document, in place of older ones if there is no room; one that is larger than the store is not kept."""
+        """Keep a document, in place of older ones if there is no room; one larger than the store is not kept."""
         if document.nbytes > self.capacity:
             return
-        self._documents[_key(tokens, scope, blocks)] = document
+        key = _key(tokens, scope, blocks)
+        if (before := self._documents.pop(key, None)) is not None:
+            self.nbytes -= before.nbytes
+        self._documents[key] = document
         self.nbytes += document.nbytes
         while self.nbytes > self.capacity:
             self.nbytes -= self._documents.popitem(last=False)[1].nbytes
@@ -127,16 +127,6 @@ class DocumentStore:
         """Forget all."""
         self._documents.clear()
         self.nbytes = 0
-
-
-def cut(blocks: Blocks, keys: Sequence[Tensor], queries: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """`block_keys` and `local_query` of a document from the keys [n, Hkv, d] and queries [n, Hq, d] of its layers."""
-    count = keys[0].shape[0]
-    size, middle = blocks.size_for(count), blocks.middle(count)
-    edges = [*range(0, count, size), count]
-    block_keys = torch.stack([torch.stack([k[a:b].mean(0) for a, b in pairwise(edges)]) for k in keys])
-    first = min(middle.stop * size, count - 1)  # without local blocks the last token asks
-    return block_keys, torch.stack([query[first:].mean(0) for query in queries])
 
 
 def _key(tokens: np.ndarray, scope: bytes, blocks: Blocks) -> bytes:

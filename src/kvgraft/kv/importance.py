@@ -73,4 +73,4 @@ def exceptionally_small(values: Tensor) -> Tensor:
 
 def ranks(values: Tensor) -> Tensor:
     """int64 [..., B]: the place of each value in ascending order, from 0; ties as they stand."""
-    return values.argsort(-1, stable=True).argsort(-1)
+    return values.argsort(stable=True, dim=-1).argsort(-1)

@@ -135,7 +135,7 @@ class DocumentContext(ABC):
         Args:
             hidden: what enters it.
             sees: bool [T], whose keys and values are attended to, as far as they stand before a query.
-            writes: bool [T], of these tokens, whose keys and values are computed anew; the others keep their document's.
+            writes: bool [T], of these tokens, whose keys and values are computed anew; those of the others stay.
             outputs: bool [T], of these tokens, whose output is wanted; they also see each other and what is written.
             fuses: `blend` what is computed for tokens of documents with what was there instead of overwriting it.
 
@@ -173,10 +173,9 @@ class DocumentContext(ABC):
         """
 
 
-def blend(new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, Hkv, d] of tokens that are recomputed, and what was there: `theta * new + (1 - theta) * old`,
-    theta the cosine between a token's new and old KV (Eq. 4)."""
+def blend(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """`theta * new + (1 - theta) * old`, theta the cosine between a token's new and old KV (Eq. 4); keys and values,
+    [n, Hkv, d] each."""
     one, other = (torch.cat([part.flatten(1) for part in pair], dim=1).float() for pair in (new, old))
     theta = F.cosine_similarity(one, other, dim=1)[:, None, None].to(new[0].dtype)
-    keys, values = (theta * a + (1 - theta) * b for a, b in zip(new, old, strict=True))
-    return keys, values
+    return [theta * a + (1 - theta) * b for a, b in zip(new, old, strict=True)]

@@ -206,10 +206,17 @@ class Plan:
 
     def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
         """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T]."""
+        counts = [int(np.ceil(share * int(among[prompt].sum()) - 1e-9)) for prompt in self.prompts]
+        return self._top(scores, counts, among)
+
+    def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
+        """bool [T]: in each prompt the `count` best-scored of the tokens in `among` bool [T], or all of them."""
+        return self._top(scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among)
+
+    def _top(self, scores: Tensor, counts: Sequence[int], among: Tensor) -> Tensor:
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
-        for prompt in self.prompts:
+        for prompt, count in zip(self.prompts, counts, strict=True):
             candidates = among[prompt].nonzero()[:, 0]  # [c]
-            count = int(np.ceil(share * candidates.numel() - 1e-9))
             best = scores[prompt][candidates].topk(count).indices
             chosen[prompt.start + candidates[best]] = True
         return chosen

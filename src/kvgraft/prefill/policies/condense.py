@@ -13,10 +13,11 @@ from kvgraft.prefill.options import require_at_least
 
 @dataclass(frozen=True)
 class Condense(KeepsDocuments):
-    """SamKV's frame with another choice: blocks by their best token's attention in any layer, in rounds.
+    """SamKV's frame with another choice: blocks by the most attention that a token of theirs receives, in rounds.
 
-    Ours; docs/results/samkv.md has the study. Each round asks again over what the rounds before have chosen, so that a
-    fact that is found by means of another one is found. The layers keep the same tokens.
+    Ours; docs/results/samkv.md has the study. In each round the question asks over what is kept so far, and with it the
+    tokens that were wanted most in the rounds before: so a fact is found that another one leads to. All layers keep the
+    same tokens.
 
     Raises:
         ValueError: an option outside its range.
@@ -26,23 +27,26 @@ class Condense(KeepsDocuments):
 
     recomputed: Recomputed = "kept"
     halo: int = 1
-    rounds: int = 2  # that share the budget evenly
+    rounds: int = 4  # that share the room evenly
+    hops: int = 8  # tokens of documents that join the question after each round
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("rounds", self.rounds, 1)
+        require_at_least("hops", self.hops, 0)
 
     def choose(self, ctx: DocumentContext) -> Tensor:
-        """Fills the budget with the blocks that hold the tokens most attended to."""
-        layout = ctx.layout
+        """Fills the room with the blocks that hold the tokens most attended to."""
+        layout, asking = ctx.layout, ctx.plan.question
         kept = layout.anchors
         room = self.num_kept(layout.lengths) - int(kept.sum())
         middle = layout.is_middle.nonzero()[:, 0]
         for number in range(self.rounds if room else 0):
             wanted = torch.zeros(ctx.plan.num_tokens)
-            for index in self.ask(ctx, kept):
-                wanted = wanted.maximum(ctx.scores(index, ctx.plan.question, "max"))
-            scores = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]  # what was chosen stays
-            ranking = middle[scores.argsort(descending=True, stable=True)]
+            for index in self.ask(ctx, kept | layout.before(kept, self.halo), asking):
+                wanted = wanted.maximum(ctx.scores(index, asking, "max"))
+            best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]  # what was chosen stays
+            ranking = middle[best.argsort(descending=True, stable=True)]
             kept = layout.anchors | layout.fill(ranking, room * (number + 1) // self.rounds)
+            asking = asking | ctx.plan.top(wanted, self.hops, among=ctx.plan.grafted & ~asking)
         return kept.repeat(ctx.num_layers, 1)

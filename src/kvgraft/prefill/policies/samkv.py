@@ -42,8 +42,9 @@ class SamKV(KeepsDocuments):
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Sections 3.1 and 3.2."""
         layout, lengths = ctx.layout, ctx.layout.lengths
-        question = ctx.plan.question[ctx.plan.fresh]
-        generic = [ctx.query()[question].float().mean(0) for _ in self.ask(ctx, layout.anchors)]  # [Hq, d] each
+        question = ctx.plan.question
+        rows = question[ctx.plan.fresh]
+        generic = [ctx.query()[rows].float().mean(0) for _ in self.ask(ctx, layout.anchors, question)]  # [Hq, d] each
         kept = layout.anchors.repeat(ctx.num_layers, 1)
         if self.selection == "off" or not layout.is_middle.any():
             return kept

@@ -1,0 +1,46 @@
+"""Profiles of a model: given by the caller, or beside its weights."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvgraft.engine.config import ModelConfig
+from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
+from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
+
+logger = logging.getLogger("kvgraft")
+MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
+
+
+def load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: ModelConfig) -> HeadMap | None:
+    """The map that was given, or that lies beside the weights; if that does not fit them, none."""
+    beside = model_dir / HEAD_MAP_FILE
+    if given is None and not beside.is_file():
+        return None
+    head_map = given if isinstance(given, HeadMap) else HeadMap.load(given or beside)
+    try:
+        head_map.check(config.identity, config.num_layers, config.num_kv_heads)
+    except ValueError as error:
+        if given is not None:
+            raise
+        logger.warning("%s is not used: %s", beside, error)
+        return None
+    return head_map
+
+
+def load_stable_layers(given: Sequence[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Those that were given, or that a profile beside the weights names; if that does not fit them, the last ones."""
+    if given is not None:
+        profile = LayerProfile(config.identity, tuple(given))
+        profile.check(config.identity, config.num_layers)
+        return profile.stable
+    beside = model_dir / LAYERS_FILE
+    try:
+        profile = LayerProfile.load(beside)
+        profile.check(config.identity, config.num_layers)
+    except FileNotFoundError:
+        return last_layers(config.num_layers)
+    except ValueError as error:
+        logger.warning("%s is not used: %s", beside, error)
+        return last_layers(config.num_layers)
+    return profile.stable

@@ -1,0 +1,108 @@
+"""The equations of SamKV, and where blocks lie in a prompt, against small cases made by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvgraft.kv.documents import Blocks, Document
+from kvgraft.prefill.documents import Layout, Placed, blend
+from kvgraft.prefill.policies import Condense, SamKV
+from kvgraft.prefill.policies.samkv import match, personalise, retrieved_share
+
+BLOCKS = Blocks(8, 1, 1)
+
+
+def placed(start: int, num_tokens: int) -> Placed:
+    kv, none = torch.zeros(1, 1, num_tokens, 2), torch.zeros(0)
+    return Placed(start, Document(kv, kv, BLOCKS.size_for(num_tokens), none, none, none, none, none))
+
+
+@pytest.fixture
+def layout() -> Layout:
+    """5 fresh tokens, documents of 28, 3 and 16 tokens with 2 fresh ones between the first two, then a question."""
+    return Layout([placed(5, 28), placed(35, 3), placed(38, 16)], BLOCKS, 60)
+
+
+def test_equation_1_adds_what_the_other_documents_look_for():
+    generic = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # two heads
+    local = [torch.tensor(q) for q in ([[3.0, 4.0], [0.0, 0.0]], [[0.0, 2.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]])]
+    first, second, third = personalise(generic, local)
+    # |cos| to the generic query: 3/5, 0, 1
+    assert first.flatten().tolist() == pytest.approx((generic + local[2] / 2).flatten().tolist())
+    assert second.flatten().tolist() == pytest.approx((generic + (0.6 * local[0] + local[2]) / 2).flatten().tolist())
+    assert third.flatten().tolist() == pytest.approx((generic + 0.6 * local[0] / 2).flatten().tolist())
+
+
+def test_equation_1_leaves_a_single_document_the_generic_query():
+    generic = torch.randn(2, 2)
+    [query] = personalise(generic, [torch.randn(2, 2)])
+    assert torch.equal(query, generic)
+
+
+def test_equation_2_is_the_share_above_the_anchors():
+    best, anchor, worst = torch.tensor([4.0, 4.0, 4.0, 4.0, 1.0]), torch.tensor([3.0, 4.0, 0.0, 5.0, 1.0]), torch.zeros(5)
+    assert retrieved_share(best, anchor, worst).tolist() == [0.25, 0.0, 0.0, 0.0, 0.0]
+    assert retrieved_share(torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([-2.0])).tolist() == [0.75]
+
+
+def test_equation_4_blends_by_the_cosine_of_old_and_new():
+    new = [torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]])]  # keys, values
+    old = [torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]], [[0.0, 0.0]]])]
+    keys, values = blend(new, old)
+    theta = 1 / math.sqrt(2)  # of the first token; of the second it is 1
+    assert keys.flatten().tolist() == pytest.approx([1.0, 0.0, 0.0, 2.0])
+    assert values.flatten().tolist() == pytest.approx([1 - theta, 0.0, 0.0, 0.0])
+
+
+def test_blocks_match_by_inner_products_over_all_heads():
+    query, keys = torch.randn(4, 2), torch.randn(3, 2, 2)
+    expected = [sum(query[h] @ key[h // 2] for h in range(4)) for key in keys]
+    torch.testing.assert_close(match(query, keys), torch.stack(expected))
+
+
+def test_where_blocks_lie(layout: Layout):
+    assert layout.starts.tolist() == [5, 13, 21, 29, 35, 38, 46]
+    assert layout.stops.tolist() == [13, 21, 29, 33, 38, 46, 54]
+    assert layout.owner.tolist() == [0, 0, 0, 0, 1, 2, 2]
+    assert layout.is_middle.tolist() == [False, True, True, False, False, False, False]
+    assert layout.anchors.nonzero().flatten().tolist() == [*range(5, 13), *range(29, 33), *range(35, 54)]
+    assert (layout.block_of < 0).nonzero().flatten().tolist() == [*range(5), 33, 34, *range(54, 60)]
+
+
+def test_a_halo_does_not_reach_another_document(layout: Layout):
+    tokens = torch.zeros(60, dtype=torch.bool)
+    tokens[[21, 36, 50, 58]] = True
+    assert layout.before(tokens, 0).nonzero().flatten().tolist() == [*range(21, 29), *range(35, 38), *range(46, 54)]
+    assert layout.before(tokens, 1).nonzero().flatten().tolist() == [*range(13, 29), *range(35, 54)]
+    assert layout.before(tokens, 9).nonzero().flatten().tolist() == [*range(5, 29), *range(35, 54)]
+
+
+def test_the_budget_is_filled_to_the_token(layout: Layout):
+    ranking = torch.tensor([2, 1])
+    assert layout.fill(ranking, 11).nonzero().flatten().tolist() == [13, 14, 15, *range(21, 29)]
+    assert layout.fill(ranking, 99).sum() == 16
+    assert layout.fill(ranking, 0).sum() == layout.fill(ranking[:0], 5).sum() == 0
+
+
+def test_a_block_is_worth_its_best_token(layout: Layout):
+    scores = torch.zeros(60)
+    scores[[3, 6, 14, 15, 53]] = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0])
+    assert layout.by_block(scores).tolist() == [1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("policy", [SamKV, Condense])
+def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condense]):
+    assert policy(ratio=0.15).num_kept([512] * 8) == int(0.15 * 4096)
+    assert policy(ratio=0.15).num_kept([100] * 8) == 8 * (8 + 8 + 4)  # what is always kept is more than that
+    assert policy(ratio=1.0).num_kept([5, 700]) == 705
+    assert policy(ratio=0.0, initial=0, local=0).num_kept([5, 700]) == 0
+
+
+def test_cosines_are_of_all_heads_together():
+    """A head that points elsewhere counts by its size only."""
+    one, other = torch.tensor([[1.0, 0.0], [0.0, 0.1]]), torch.tensor([[1.0, 0.0], [0.1, 0.0]])
+    _, biased = personalise(one, [other, torch.zeros(2, 2)])
+    cosine = F.cosine_similarity(one.flatten(), other.flatten(), dim=0)
+    torch.testing.assert_close(biased, one + cosine * other)
