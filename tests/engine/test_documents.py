@@ -83,9 +83,9 @@ def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(
     engine = engines[family]
     if data.draw(st.booleans()):
         engine.clear_cache()
-    texts = [words(data.draw(st.integers(1, 120)), seed) for seed in range(data.draw(st.integers(1, 4)))]
+    texts = [words(data.draw(st.integers(1, 90)), seed) for seed in range(data.draw(st.integers(1, 4)))]
     prompt: list[Part] = []
-    for number in data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=5)):
+    for number in data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=4)):
         if data.draw(st.booleans()):
             prompt.append(words(data.draw(st.integers(1, 20)), 50 + number))
         prompt.append(Segment(texts[number]))
@@ -307,7 +307,8 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
 
 
 @pytest.mark.parametrize(
-    ("stable", "message"), [([], "different numbers"), ([1, 1], "different numbers"), ([4], r"must be in 0\.\.3, got \[4\]")]
+    ("stable", "message"),
+    [([], "different numbers"), ([1, 1], "different numbers"), ([4], r"must be in 0\.\.3, got \[4\]")],
 )
 def test_wrong_stable_layers_are_refused(model_dirs: dict[str, Path], stable: list[int], message: str):
     with pytest.raises(ValueError, match=message):

@@ -42,7 +42,11 @@ def test_equation_1_leaves_a_single_document_the_generic_query():
 
 
 def test_equation_2_is_the_share_above_the_anchors():
-    best, anchor, worst = torch.tensor([4.0, 4.0, 4.0, 4.0, 1.0]), torch.tensor([3.0, 4.0, 0.0, 5.0, 1.0]), torch.zeros(5)
+    best, anchor, worst = (
+        torch.tensor([4.0, 4.0, 4.0, 4.0, 1.0]),
+        torch.tensor([3.0, 4.0, 0.0, 5.0, 1.0]),
+        torch.zeros(5),
+    )
     assert retrieved_share(best, anchor, worst).tolist() == [0.25, 0.0, 0.0, 0.0, 0.0]
     assert retrieved_share(torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([-2.0])).tolist() == [0.75]
 
