@@ -1,7 +1,7 @@
 """Documents kept in part: exact where everything is recomputed, right where it is not, and nothing else is resident."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_documents_that_are_kept_whole_and_not_recomputed_have_read_themselves_a
 class Watched(SamKV):
     """Notes what is kept."""
 
-    seen: list[Any] = []
+    seen: ClassVar[list[Any]] = []
 
     def choose(self, ctx: Any) -> torch.Tensor:
         kept = super().choose(ctx)

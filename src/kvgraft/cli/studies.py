@@ -23,6 +23,7 @@ from kvgraft.cli.options import (
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
 from kvgraft.kv.heads import HEAD_MAP_FILE
+from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.testbed import MODEL_DIR
 
 
@@ -173,6 +174,49 @@ def profile_heads(
         print_json(found)
     else:
         console.print(heads.render(found))
+        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]")
+
+
+@app.command("profile-layers")
+def profile_layers(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    out: Annotated[Path | None, typer.Option(help="Where the profile goes.", show_default="MODEL/layers.json")] = None,
+    threshold: Annotated[
+        float, typer.Option(help="Share of the best layer's score that makes a layer of the upper half stable.")
+    ] = 0.5,
+    texts: Annotated[int, typer.Option(help="Texts of each suite or file.")] = 12,
+    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 1024,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Read these files instead of the testbed's texts (repeatable).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the scores of all layers, as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the testbed's texts.")] = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Which layers of a model agree on what is important in a text: N* of `samkv`."""
+    from kvgraft.evaluate import stability
+
+    engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
+    if text:
+        named = {path.name: path.read_text(encoding="utf-8") for path in text}
+        chosen = stability.user_texts(engine, named, count=texts, length=length)
+    else:
+        chosen = stability.generated_texts(engine, seed=seed, count=texts, length=length)
+    with progress_bar(progress_console, "profiling") as on_progress:
+        found = stability.survey(engine, chosen, on_progress)
+    profiled = stability.profile(engine.config.identity, found, threshold)
+    out = model / LAYERS_FILE if out is None else out
+    profiled.save(out)
+    if plot is not None:
+        from kvgraft.evaluate.plots import write_stability  # matplotlib takes a second to load
+
+        write_stability(found, profiled.stable, plot)
+    if as_json:
+        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in found.items()}})
+    else:
+        console.print(stability.render(found, profiled))
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]")
 
 

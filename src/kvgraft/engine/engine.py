@@ -246,7 +246,7 @@ class Engine:
         if self.anchors and isinstance(prompt, str):
             prompt = split_at_anchors(prompt, self.anchors)
         prefix = opening_ids(self.tokenizer, prompt)
-        tokenised = tokenise(prompt, self._encode, prefix_ids=prefix, **self._padding)
+        tokenised = tokenise(prompt, self.encode, prefix_ids=prefix, **self._padding)
         tokens = tokenised.token_ids
         if not isinstance(request.namespace, str):
             raise ValueError(f"namespace must be a string, got {request.namespace!r}")
@@ -306,7 +306,8 @@ class Engine:
             lengths = [len(span) for span in documents]
             sequence.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _scope(self, namespace: str) -> bytes:

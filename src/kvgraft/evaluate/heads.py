@@ -278,7 +278,7 @@ def render(found: Profile) -> RenderableType:
 
 
 def _encode(engine: Engine, text: str) -> list[int]:
-    return tokenise(text, lambda part: engine.tokenizer.encode(part, add_special_tokens=False)).token_ids.tolist()
+    return tokenise(text, engine.encode).token_ids.tolist()
 
 
 def _pair(texts: list[list[int]], prefix: int) -> list[Sample]:

@@ -119,6 +119,23 @@ def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) ->
         _save(figure, path)
 
 
+def write_stability(found: Mapping[str, np.ndarray], stable: Sequence[int], path: Path) -> None:
+    """How many texts of each data set agree with a layer on what is most important, and N* (SamKV Figure 8)."""
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 3.6))
+        for layer in stable:
+            label = "stable (N*)" if layer == stable[0] else None
+            axes.axvspan(layer - 0.5, layer + 0.5, color="gold", alpha=0.35, linewidth=0, label=label)
+        for number, (name, scores) in enumerate(found.items()):
+            axes.plot(scores, marker="o", markersize=4, linewidth=1.3, color=COLOURS[number], label=name)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("texts whose best block stands out")
+        axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+        axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        _save(figure, path)
+
+
 def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> None:
     layers, places = chosen.nonzero()
     inside = (places >= needle.start) & (places < needle.stop)

@@ -1,0 +1,115 @@
+"""Which layers agree on what is important in a text: an offline profile of a model (SamKV, Appendix A.2, Figure 8).
+
+The most important block of a text is the one whose attention, which its representative token receives, ranks best in
+the mean over all layers. A layer in which it stands out from all others (three standard deviations) agrees. Those that
+agree most often, of the upper half of the layers, are N*: from them SamKV learns how much of a document to keep.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.library import read_document
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.tasks import Shape, find_suites
+from kvgraft.kv.documents import Blocks
+from kvgraft.kv.importance import exceptionally_small, ranks
+from kvgraft.kv.profiles import LayerProfile, last_layers
+
+SUITES = "ruler,multihop,multidoc,chat"
+FEWEST_BLOCKS = 11  # of the middle of a text, for one to stand out
+
+
+def generated_texts(engine: Engine, *, seed: int, count: int, length: int) -> dict[str, list[list[int]]]:
+    """Of each suite `count` texts, without questions.
+
+    Raises:
+        ValueError: fewer than one text, or too short ones.
+    """
+    if count < 1:
+        raise ValueError(f"texts must be at least 1, got {count}")
+    found = {}
+    for suite in find_suites(SUITES):
+        items = islice(suite.items(seed, count, Shape(length)), count)
+        texts = ("\n".join(item.phase_2[0].segments[:-1]) for item in items)
+        found[suite.name] = [_check(engine.encode(text)[:length]) for text in texts]
+    return found
+
+
+def user_texts(engine: Engine, texts: Mapping[str, str], *, count: int, length: int) -> dict[str, list[list[int]]]:
+    """Of each of the user's texts the first `count` stretches of `length` tokens.
+
+    Raises:
+        ValueError: a text is too short.
+    """
+    found = {}
+    for name, text in texts.items():
+        tokens = engine.encode(text)
+        stretches = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
+        if not stretches:
+            raise ValueError(f"{name} has {len(tokens)} tokens: texts of {length} are wanted")
+        found[name] = [_check(stretch) for stretch in stretches[:count]]
+    return found
+
+
+@torch.inference_mode()
+def survey(
+    engine: Engine, texts: Mapping[str, Sequence[list[int]]], on_progress: OnProgress | None = None
+) -> dict[str, np.ndarray]:
+    """Of each data set the share of texts whose most important block stands out in each layer: float64 [L]."""
+    found, total, done = {}, sum(map(len, texts.values())), 0
+    for name, stretches in texts.items():
+        agreeing = np.zeros(engine.config.num_layers)
+        for tokens in stretches:
+            document = read_document(engine.decoder, tokens, Blocks())
+            middle = Blocks().middle(len(tokens))
+            agreeing += agreement(document.attention[:, middle.start : middle.stop]).numpy()
+            done += 1
+            if on_progress is not None:
+                on_progress(done, total)
+        found[name] = agreeing / len(stretches)
+    return found
+
+
+def agreement(attention: torch.Tensor) -> torch.Tensor:
+    """bool [L]: whether the block that is most important over all layers stands out in each: attention [L, B]."""
+    best = int(ranks(-attention).float().mean(0).argmin())
+    return torch.stack([exceptionally_small(-layer)[best] for layer in attention])
+
+
+def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> LayerProfile:
+    """N*: the layers of the upper half that reach this share of the best one's score; if none has any, the last eighth.
+
+    Raises:
+        ValueError: a threshold that is no share.
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold must be in (0, 1], got {threshold}")
+    scores = np.mean(list(found.values()), axis=0)
+    upper = np.arange(len(scores)) >= len(scores) // 2
+    chosen = np.flatnonzero(upper & (scores > 0) & (scores >= threshold * scores[upper].max()))
+    stable = tuple(chosen.tolist()) or last_layers(len(scores))
+    return LayerProfile(model, stable, tuple(round(float(score), 4) for score in scores))
+
+
+def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> RenderableType:
+    """A line for each data set, for a rich console."""
+    table = Table(title="texts whose most important block stands out in a layer", title_justify="left")
+    for name in ("texts", *map(str, range(len(profiled.scores)))):
+        table.add_column(name, justify="left" if name == "texts" else "right")
+    for name, scores in found.items():
+        table.add_row(name, *(f"{score:.0%}" for score in scores))
+    table.add_row("mean", *(f"{score:.0%}" for score in profiled.scores))
+    return Group(table, Text(f"stable layers (N*): {', '.join(map(str, profiled.stable))}"))
+
+
+def _check(tokens: list[int]) -> list[int]:
+    if (blocks := len(Blocks().middle(len(tokens)))) < FEWEST_BLOCKS:
+        raise ValueError(f"length must give {FEWEST_BLOCKS} blocks between the first and the last two, got {blocks}")
+    return tokens
