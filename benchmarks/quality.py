@@ -20,7 +20,7 @@ from kvgraft.evaluate import layers, plots, results, runner
 from kvgraft.evaluate.hosts import Host, open_host
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.runner import Row, Settings
-from kvgraft.evaluate.tasks import PATTERNS, find_suites
+from kvgraft.evaluate.tasks import PATTERNS, Pattern, find_suites
 from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
 
 HELD_BACK_SEED = 1000
@@ -33,6 +33,19 @@ REDKNOT = (  # the default; without each of its parts; without any; with less in
     "redknot", "redknot:edge_mass=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass=1.0",
     "redknot:mass=1.0,windows=off,reuse=off", "redknot:dense_until=1,mass=0.2,recent=32,min_keep=16",
 )  # fmt: skip
+SUITES = "ruler,multihop,instruction,chat,agents,stress"
+DOCUMENTS = ("naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv", "samkv:top_p=off", "condense")
+SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, recomputation; then overwriting
+    f"samkv:top_p=off{options}"
+    for options in (
+        ",selection=off,recomputed=none", ",selection=off", ",bias=off,recomputed=none", ",recomputed=none",
+        ",bias=off", "", ",update=overwrite",
+    )
+)  # fmt: skip
+CONDENSE = (  # each of its parts changed
+    "condense", "condense:rounds=1", "condense:hops=0", "condense:halo=0", "condense:recomputed=anchors",
+    "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1", "condense:ratio=0.2",
+)  # fmt: skip
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
 WORK = (0.05, 0.10, 0.20, 0.35)
@@ -42,7 +55,7 @@ TOPK = (0.05, 0.1, 0.2)
 @dataclass(frozen=True)
 class Experiment:
     """One directory of results; the policies of a family are drawn as one curve. `head_paging`: local heads of the
-    model's map hold sinks and a window only."""
+    model's map hold sinks and a window only. `segments` and `patterns` are those of the suites."""
 
     methods: tuple[str, ...] = ()
     families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -51,11 +64,19 @@ class Experiment:
     host: str = "native"
     model: Path = MODEL_DIR
     head_paging: bool = False
+    suites: str = SUITES
+    segments: int = SEGMENTS
+    patterns: tuple[Pattern, ...] = PATTERNS
 
     @property
     def policies(self) -> tuple[str, ...]:
         """All of them, `full` first."""
         return ("full", *self.methods, *chain.from_iterable(self.families.values()))
+
+
+def _documents(count: int, length: int, methods: tuple[str, ...] = DOCUMENTS, items: int = 6) -> Experiment:
+    """Questions about documents that were read on their own."""
+    return Experiment(methods, lengths=(length,), items=items, suites="multidoc", segments=count, patterns=("alone",))
 
 
 def _sparsex(work: float, **options: str) -> str:
@@ -136,6 +157,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "by_head": Experiment((*METHODS, *REDKNOT), items=6, model=MODEL_BY_HEAD_DIR),
     "by_head_long": Experiment((*SHORTER, *REDKNOT[1:3]), lengths=(4096,), items=2, model=MODEL_BY_HEAD_DIR),
     "head_paging": Experiment(SHORTER, lengths=(1024, 4096), items=3, model=MODEL_BY_HEAD_DIR, head_paging=True),
+    "documents_4": _documents(4, 2150),
+    "documents_6": _documents(6, 3200),
+    "documents_8": _documents(8, 4250, items=12),
+    "documents_10": _documents(10, 4500),  # the model has 4608 positions
+    "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts
 }  # fmt: skip
@@ -166,8 +192,8 @@ def main() -> None:
 def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> None:
     console, out = Console(), arguments.out / name
     settings = Settings(
-        find_suites("all"), experiment.policies, experiment.lengths, SEGMENTS, PATTERNS,
-        arguments.items or experiment.items, arguments.seed,
+        find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments,
+        experiment.patterns,        arguments.items or experiment.items, arguments.seed,
     )  # fmt: skip
     with (
         _open(experiment.host, arguments.model or experiment.model, experiment.head_paging) as host,

@@ -61,7 +61,10 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
         (["generate"], "give either a prompt or --file"),
         (["generate", "x", "--file", "nowhere.txt"], "give either a prompt or --file"),
         (["generate", "--file", "nowhere.txt"], "no such file: nowhere.txt"),
-        (["generate", "the code", "--policy", "magic"], "unknown policy 'magic': choose from cacheblend, epic"),
+        (
+            ["generate", "the code", "--policy", "magic"],
+            "unknown policy 'magic': choose from cacheblend, condense, epic",
+        ),
         (["generate", "the code", "--policy", "sparsex:topk=3"], "topk must be a share from 0 to 1, got 3"),
         (["generate", ""], "the prompt has no tokens"),
         (["generate", "the code", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),

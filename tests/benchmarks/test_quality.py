@@ -6,13 +6,13 @@ from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import GENERATED, find_suites
 from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
-from quality import EXPERIMENTS, PAPER_METHODS, SEGMENTS, WORK, _compare_hosts, _paper_tables, _rules
+from quality import EXPERIMENTS, PAPER_METHODS, WORK, _compare_hosts, _paper_tables, _rules
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_can_run(name: str):
     experiment = EXPERIMENTS[name]
-    settings = Settings(find_suites("all"), experiment.policies, experiment.lengths, SEGMENTS)
+    settings = Settings(find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments)
     assert settings.policies[0] == "full"
 
 

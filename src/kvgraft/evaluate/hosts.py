@@ -31,7 +31,7 @@ class Answer:
         computed: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         fallback: why grafts were not used, or None.
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
-        kv_bytes: of the prompt's keys and values; 0 over HTTP.
+        kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
         distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
         counts: what the policy counted, such as `promoted_heads`; empty over HTTP.
     """
@@ -67,12 +67,11 @@ class Host(Protocol):
 
 
 class NativeHost:
-    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind."""
+    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind. Policies that keep a
+    part of documents find those that phase 1 read, on their own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._layout = engine.memory.cache.layout
-        self._bytes_per_token = 2 * engine.config.head_dim * engine.decoder.dtype.itemsize  # of a stream
 
     def describe(self) -> dict[str, Any]:
         config, decoder = self.engine.config, self.engine.decoder
@@ -80,18 +79,24 @@ class NativeHost:
             "host": "native", "model": config.identity, "architecture": config.architecture,
             "layers": config.num_layers, "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device), "head map": self.engine.head_map.digest if self.engine.head_map else None,
-            "head paging": self._layout.num_local_lists > 0,
+            "head paging": self.engine.memory.cache.layout.num_local_lists > 0,
         }  # fmt: skip
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
         for segments in item.phase_1:
-            self._send(segments, "full", SamplingParams(max_tokens=1, ignore_eos=True), remember=True)
+            reading = Request(as_parts(segments), "full", SamplingParams(max_tokens=1, ignore_eos=True))
+            self._send(reading)
+        reused = {segment for segments in item.phase_1 for segment in segments}
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
             sampling = SamplingParams(max_tokens=ask.max_tokens)
-            results = {policy: self._send(ask.segments, policy, sampling, remember=False) for policy in turns}
+            parts, results = as_parts(ask.segments, reused), {}
+            for policy in turns:
+                request = Request(parts, policy, sampling, remember=False, return_logits=True)
+                self.engine.read_documents(request)
+                results[policy] = self._send(request)
             truth = results["full"].first_logits
             for policy, result in results.items():
                 logits, report = result.first_logits, result.report
@@ -99,12 +104,10 @@ class NativeHost:
                 yield number, policy, Answer(
                     result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
                     report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
-                    self._layout.tokens_held(report.prompt_tokens) * self._bytes_per_token, distances,
-                    report.ffn_flops, dict(report.counts),
+                    report.kv_bytes, distances, report.ffn_flops, dict(report.counts),
                 )  # fmt: skip
 
-    def _send(self, segments: Sequence[str], policy: str, sampling: SamplingParams, *, remember: bool) -> Result:
-        request = Request(as_parts(segments), policy, sampling, remember=remember, return_logits=not remember)
+    def _send(self, request: Request) -> Result:
         [result] = self.engine.generate([request])
         if result.error:
             raise ValueError(f"the engine cannot answer a prompt: {result.error}")

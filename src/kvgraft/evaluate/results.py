@@ -32,8 +32,9 @@ class Summary:
             fresh tokens.
         flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN where nobody counts.
             `ffn_flops` are those of FFNs, of full's there, `attention_flops` all others, of full's.
+        kept: of the prompt's tokens, in the cache when the answer begins.
         promoted: heads that were promoted to see everything, mean per prompt.
-        kv_mib: of keys and values, mean per prompt.
+        kv_mib: most that keys and values took at a time, mean per prompt.
         ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by this one's.
         kl, top1, top10, cosine: of the first token against `full`; NaN where the host tells no logits.
         fallbacks: prompts whose grafts were not used.
@@ -54,6 +55,7 @@ class Summary:
     flops: float
     ffn_flops: float
     attention_flops: float
+    kept: float
     promoted: float
     kv_mib: float
     ttft_ms: float
@@ -117,6 +119,7 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
         flops=share(lambda answer: answer.flops),
         ffn_flops=share(lambda answer: answer.ffn_flops),
         attention_flops=share(lambda answer: answer.flops - answer.ffn_flops),
+        kept=mean(_kept(answer) for answer in answers),
         promoted=mean(answer.counts.get("promoted_heads", 0) for answer in answers),
         kv_mib=mean(answer.kv_bytes for answer in answers) / 2**20,
         ttft_ms=1000 * median(answer.ttft_s for answer in answers),
@@ -127,6 +130,12 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
         cosine=distance("cosine"),
         fallbacks=sum(answer.fallback is not None for answer in answers) if policy != "full" else 0,
     )
+
+
+def _kept(answer: Answer) -> float:
+    if "kept_tokens" not in answer.counts:
+        return 1.0
+    return (answer.counts["kept_tokens"] + answer.fresh) / answer.prompt
 
 
 def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
@@ -141,9 +150,13 @@ def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
 
 def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     """Header and lines: a line for each policy, with all that one wants to know at a glance."""
-    header = ["policy", "score", "95 %", "of full", "redone", "work", "FLOPs", "TTFT ms", "faster", "KL", "top-1"]
+    header = [
+        "policy", "score", "95 %", "of full", "F1", "EM", "kept", "KV MiB", "redone", "work", "FLOPs", "TTFT ms",
+        "faster", "KL", "top-1",
+    ]  # fmt: skip
     lines = [
-        [s.policy, f"{s.score:.3f}", f"{s.low:.3f}-{s.high:.3f}", f"{s.of_full:.3f}", f"{s.recomputed:.1%}",
+        [s.policy, f"{s.score:.3f}", f"{s.low:.3f}-{s.high:.3f}", f"{s.of_full:.3f}", f"{s.f1:.3f}",
+         f"{s.exact_match:.3f}", f"{s.kept:.1%}", f"{s.kv_mib:.1f}" if s.kv_mib else "-", f"{s.recomputed:.1%}",
          f"{s.work:.1%}", _known(s.flops, ".1%"), f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}",
          _known(s.kl, ".3f"), _known(s.top1, ".3f")]
         for s in summaries
@@ -157,7 +170,8 @@ def _known(value: float, form: str) -> str:
 
 
 LEGEND = (
-    "score: mean by the tasks' own metrics; redone: grafted tokens computed again in the last layer; work: (token, "
+    "score: mean by the tasks' own metrics; kept: tokens of the prompt in the cache when the answer begins; KV: most "
+    "that keys and values took at a time; redone: grafted tokens computed again in the last layer; work: (token, "
     "layer) pairs computed beyond the fresh tokens, as a share of the grafted ones, probes included; FLOPs: of the "
     "whole prefill, of full's; faster: median ratio of time to first token; KL, top-1: first token against full"
 )
@@ -166,7 +180,7 @@ LEGEND = (
 def render(rows: Sequence[Row]) -> RenderableType:
     """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
     overview = overview_table(summarise(rows, "all"))
-    kept = [place for place, name in enumerate(overview[0]) if name not in ("95 %", "TTFT ms", "top-1")]
+    kept = [place for place, name in enumerate(overview[0]) if name not in ("95 %", "F1", "EM", "TTFT ms", "top-1")]
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
     for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
         table = scores_table(summarise(rows, name))

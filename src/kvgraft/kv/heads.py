@@ -134,11 +134,6 @@ class StreamLayout:
         seen: np.ndarray = blocks * block_size < self.sinks
         return seen | ((blocks + 1) * block_size > first - self.window + 1)
 
-    def tokens_held(self, num_tokens: int) -> int:
-        """Tokens that all streams together hold of a prompt when its answer begins."""
-        local, whole = (sum(heads.local.count(kind) for heads in self.layers) for kind in (True, False))
-        return whole * num_tokens + local * min(num_tokens, self.sinks + self.window - 1)
-
     @property
     def num_local_lists(self) -> int:
         """Lists that keep sinks and window."""
