@@ -313,3 +313,10 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
 def test_wrong_stable_layers_are_refused(model_dirs: dict[str, Path], stable: list[int], message: str):
     with pytest.raises(ValueError, match=message):
         Engine(model_dirs["qwen3"], stable_layers=stable)
+
+
+def test_what_is_not_to_be_remembered_is_not(engine: Engine):
+    prompt = prompt_of([40, 50])
+    for _ in range(2):
+        assert ask(engine, prompt, "samkv", remember=False).report.counts["documents_read"] == 2
+    assert len(engine.library.store) == 0

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from kvgraft.prefill.options import count_layers
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Full, Naive, SparseX
-from kvgraft.vllm.options import CONTROL_TOKEN, KEY, MAX_NAME, Control, Report, RequestOptions, check_name
+from kvgraft.vllm.options import (
+    CONTROL_TOKEN,
+    KEY,
+    MAX_NAME,
+    Control,
+    Report,
+    RequestOptions,
+    check_name,
+    served_policy,
+)
 
 DEFAULT = SparseX(boundary=3, topk=0.2)
 SHARES = st.floats(0, 1) | st.integers(0, 1)
@@ -196,3 +205,9 @@ def test_a_report_travels_as_plain_json():
     assert Report(**sent[KEY]) == report
     sent[KEY]["spans"].append("changed")
     assert report.spans == [[0, 4, "grafted"]]
+
+
+@pytest.mark.parametrize("name", ["samkv", "condense"])
+def test_policies_that_keep_documents_in_part_are_the_engine_s(name: str):
+    with pytest.raises(ValueError, match=f"policy '{name}' keeps a part of documents: only the engine runs it"):
+        served_policy(name)

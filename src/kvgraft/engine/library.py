@@ -26,14 +26,17 @@ class Library:
         self.stable_layers = tuple(stable_layers)
         self._decoder = decoder
 
-    def fetch(self, tokens: Sequence[int], scope: bytes, blocks: Blocks) -> tuple[Document, bool]:
-        """The document, and whether it had to be read."""
+    def fetch(
+        self, tokens: Sequence[int], scope: bytes, blocks: Blocks, *, remember: bool = True
+    ) -> tuple[Document, bool]:
+        """The document, and whether it had to be read; that is remembered if it may be."""
         key = np.array(tokens, np.int64)
         document = self.store.get(key, scope, blocks)
         if document is not None:
             return document, False
         document = read_document(self._decoder, tokens, blocks)
-        self.store.put(key, scope, blocks, document)
+        if remember:
+            self.store.put(key, scope, blocks, document)
         return document, True
 
 

@@ -133,7 +133,8 @@ class Scheduler:
         placed, report = [], sequence.report
         for span in sequence.documents:
             tokens = sequence.tokens[span.start : span.stop]
-            document, was_read = self.library.fetch(tokens, sequence.scope, policy.blocks)
+            remember = sequence.request.remember
+            document, was_read = self.library.fetch(tokens, sequence.scope, policy.blocks, remember=remember)
             placed.append(Placed(span.start, document))
             report.counts["documents_read"] += was_read
         report.stages["read"] = time.perf_counter() - started

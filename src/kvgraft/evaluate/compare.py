@@ -108,7 +108,9 @@ def render(outcomes: list[Outcome]) -> RenderableType:
 
 def _answer(engine: Engine, prompt: list[Part], policy: str, max_tokens: int) -> Result:
     sampling = SamplingParams(max_tokens=max_tokens)
-    result = engine.generate([Request(prompt, policy, sampling, remember=False, return_logits=True)])[0]
+    request = Request(prompt, policy, sampling, remember=False, return_logits=True)
+    engine.read_documents(request)
+    [result] = engine.generate([request])
     if result.error:
         raise ValueError(result.error)
     return result

@@ -15,6 +15,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.compare import Case, Outcome, run_compare
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.prefill.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Kind
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import parse_markers
@@ -38,8 +39,11 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
     """Time the policies as `kvgraft compare` does, then run each once more and watch.
 
     Raises:
-        ValueError: the engine cannot answer the prompt.
+        ValueError: the engine cannot answer the prompt, or a policy keeps documents apart, which has no such picture.
     """
+    for name in case.policies:
+        if isinstance(parse_policy(name), KeepsDocuments):
+            raise ValueError(f"policy {name!r} keeps a part of documents: only policies that graft can be inspected")
     outcomes = run_compare(engine, case, on_progress)
     prompt = parse_markers(case.prompt)
     views = []

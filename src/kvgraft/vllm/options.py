@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.keeping import KeepsDocuments
 from kvgraft.prefill.policies import make_policy, parse_policy
 from kvgraft.prefill.report import PrefillReport
 
@@ -111,9 +112,11 @@ def served_policy(text: str) -> Policy:
     """A policy that vLLM can run.
 
     Raises:
-        ValueError: an unknown policy or option, or one that works head by head.
+        ValueError: an unknown policy or option, or one that works head by head or keeps documents in part.
     """
     policy = parse_policy(text)
+    if isinstance(policy, KeepsDocuments):
+        raise ValueError(f"policy {policy.name!r} keeps a part of documents: only the engine runs it")
     if policy.needs_head_map:
         raise ValueError(
             f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
