@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.kv.documents import Document
 from kvgraft.kv.rope import rotate
-from kvgraft.prefill.keeping import KeepsDocuments
+from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE, make_head_map

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvgraft.kv.documents import Blocks, Document
-from kvgraft.prefill.documents import Layout, Placed, blend
+from kvgraft.prefill.documents.context import Layout, Placed, blend
 from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.prefill.policies.samkv import match, personalise, retrieved_share
 

@@ -9,7 +9,7 @@ import torch
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
-from kvgraft.engine.library import Library
+from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
@@ -22,7 +22,8 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.keeping import KeepsDocuments
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
@@ -129,7 +130,7 @@ class Engine:
         known = Known(pool, layout, approximate_sources, require_clean_context)
         self.memory = Memory(pool, cache, self.frozen, known, chunk)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
-        self.library = Library(self.decoder, DocumentStore(int(document_gib * 2**30)), stable)
+        self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
@@ -214,12 +215,11 @@ class Engine:
         sequence = self._sequence(0, prompt)
         if not isinstance(sequence.policy, KeepsDocuments):
             return 0
+        layers = NativeLayers(self.decoder, self.memory.cache)
         with torch.inference_mode():
-            read = [
-                self.library.fetch(sequence.tokens[span.start : span.stop], sequence.scope, sequence.policy.blocks)[1]
-                for span in sequence.documents
-            ]
-        return sum(read)
+            return self.library.place(
+                layers, sequence.prompt, sequence.documents, sequence.scope, sequence.policy.blocks
+            )[1]
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests and the frozen pool hold."""

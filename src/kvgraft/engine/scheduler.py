@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
-from kvgraft.engine.documents import NativeDocuments
-from kvgraft.engine.library import Library
+from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
+from kvgraft.engine.request import Report
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.documents import Layout, Placed
-from kvgraft.prefill.keeping import KeepsDocuments
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.documents.library import Library
+from kvgraft.prefill.documents.partial import PartialPrefill
 from kvgraft.prefill.plan import Plan
 
 Recover = Callable[[PrefillContext], Hidden]
@@ -129,27 +130,23 @@ class Scheduler:
         """One prompt whose documents are kept in part; documents that are not known yet are read first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
-        started = time.perf_counter()
-        placed, report = [], sequence.report
-        for span in sequence.documents:
-            tokens = sequence.tokens[span.start : span.stop]
-            remember = sequence.request.remember
-            document, was_read = self.library.fetch(tokens, sequence.scope, policy.blocks, remember=remember)
-            placed.append(Placed(span.start, document))
-            report.counts["documents_read"] += was_read
-        report.stages["read"] = time.perf_counter() - started
-        ctx = NativeDocuments(
-            self.decoder,
-            self.memory.cache,
-            sequence.admitted_plan,
-            torch.from_numpy(sequence.prompt),
-            Layout(placed, policy.blocks, sequence.num_prompt),
-            sequence.pages.slots[:, : sequence.num_prompt - sequence.num_dropped],
-            self.library.stable_layers,
+        started, report = time.perf_counter(), sequence.report
+        layers = NativeLayers(self.decoder, self.memory.cache, sequence.pages.slots)
+        prompt = torch.from_numpy(sequence.prompt)
+        layout, report.counts["documents_read"] = self.library.place(
+            layers,
+            sequence.prompt,
+            sequence.documents,
+            sequence.scope,
+            policy.blocks,
+            remember=sequence.request.remember,
         )
+        report.stages["read"] = time.perf_counter() - started
+        room, stable = sequence.num_prompt - sequence.num_dropped, self.library.stable_layers
+        ctx = PartialPrefill(layers, sequence.admitted_plan, prompt, layout, room, stable)
         hidden = policy.keep(ctx)
         logits = self.decoder.logits(hidden.states[-1:])[0]
-        ctx.account(report)
+        self._account(ctx, report)
         if not ctx.is_finite or not bool(logits.isfinite().all()):
             self.running.remove(sequence)
             self.memory.drop_documents(sequence, "non_finite")
@@ -157,6 +154,17 @@ class Scheduler:
             return
         self.memory.shorten(sequence, ctx.num_kept)
         self._accept(sequence, logits)
+
+    def _account(self, ctx: PartialPrefill, report: Report) -> None:
+        config = self.decoder.config
+        report.recomputed_tokens = ctx.recomputed
+        report.computed_share = ctx.projected / (report.prompt_tokens * ctx.num_layers)
+        report.ffn_flops = ctx.finished * config.ffn_flops
+        report.flops = report.ffn_flops + ctx.projected * config.project_flops + ctx.finished * config.output_flops
+        report.flops += ctx.attended * config.attention_flops + ctx.scored * config.attention_flops // 2
+        report.kv_bytes += ctx.scratch_bytes
+        report.counts["kept_tokens"] = ctx.num_kept - report.fresh_tokens
+        report.stages.update(ctx.stages)
 
     def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
         """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""

@@ -15,7 +15,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.compare import Case, Outcome, run_compare
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.recording import Record, Recorded
-from kvgraft.prefill.keeping import KeepsDocuments
+from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Kind
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import parse_markers

@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgraft.engine.engine import Engine
-from kvgraft.engine.library import read_document
+from kvgraft.engine.layers import NativeLayers
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.kv.documents import Blocks
 from kvgraft.kv.importance import exceptionally_small, ranks
 from kvgraft.kv.profiles import LayerProfile, last_layers
+from kvgraft.prefill.documents.reading import read_document
 
 SUITES = "ruler,multihop,multidoc,chat"
 FEWEST_BLOCKS = 11  # of the middle of a text, for one to stand out
@@ -63,11 +64,12 @@ def survey(
     engine: Engine, texts: Mapping[str, Sequence[list[int]]], on_progress: OnProgress | None = None
 ) -> dict[str, np.ndarray]:
     """Of each data set the share of texts whose most important block stands out in each layer: float64 [L]."""
+    layers = NativeLayers(engine.decoder, engine.memory.cache)
     found, total, done = {}, sum(map(len, texts.values())), 0
     for name, stretches in texts.items():
         agreeing = np.zeros(engine.config.num_layers)
         for tokens in stretches:
-            document = read_document(engine.decoder, tokens, Blocks())
+            document = read_document(layers, np.array(tokens), Blocks())
             middle = Blocks().middle(len(tokens))
             agreeing += agreement(document.attention[:, middle.start : middle.stop]).numpy()
             done += 1

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.keeping import KeepsDocuments
+from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import make_policy, parse_policy
 from kvgraft.prefill.report import PrefillReport
 

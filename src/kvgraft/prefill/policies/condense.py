@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvgraft.prefill.documents import DocumentContext
-from kvgraft.prefill.keeping import KeepsDocuments, Recomputed
+from kvgraft.prefill.documents.context import DocumentContext
+from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
 from kvgraft.prefill.options import require_at_least
 
 

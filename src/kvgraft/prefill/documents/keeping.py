@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvgraft.kv.documents import Blocks
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.documents import DocumentContext
+from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.options import require_at_least, require_choice, require_share
 
 Recomputed = Literal["none", "anchors", "kept"]

@@ -1,0 +1,52 @@
+"""The documents that a host has read on their own, for policies that keep a part of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvgraft.kv.documents import Blocks, Document, DocumentStore
+from kvgraft.prefill.documents.context import Layout, Placed
+from kvgraft.prefill.documents.partial import LayerHost
+from kvgraft.prefill.documents.reading import read_document
+
+
+class Library:
+    """Gives documents by their tokens, and reads those that it does not have.
+
+    Args:
+        stable_layers: of the model (N*).
+    """
+
+    def __init__(self, store: DocumentStore, stable_layers: Sequence[int]) -> None:
+        self.store = store
+        self.stable_layers = tuple(stable_layers)
+
+    def fetch(
+        self, host: LayerHost, tokens: np.ndarray, scope: bytes, blocks: Blocks, *, remember: bool = True
+    ) -> tuple[Document, bool]:
+        """The document of these tokens int64 [n], and whether it had to be read; that is remembered if it may be."""
+        document = self.store.get(tokens, scope, blocks)
+        if document is not None:
+            return document, False
+        document = read_document(host, tokens, blocks)
+        if remember:
+            self.store.put(tokens, scope, blocks, document)
+        return document, True
+
+    def place(
+        self,
+        host: LayerHost,
+        tokens: np.ndarray,
+        documents: Sequence[range],
+        scope: bytes,
+        blocks: Blocks,
+        *,
+        remember: bool = True,
+    ) -> tuple[Layout, int]:
+        """Where the documents of a prompt int64 [T] lie, and how many of them had to be read."""
+        placed, num_read = [], 0
+        for span in documents:
+            document, was_read = self.fetch(host, tokens[span.start : span.stop], scope, blocks, remember=remember)
+            placed.append(Placed(span.start, document))
+            num_read += was_read
+        return Layout(placed, blocks, len(tokens)), num_read

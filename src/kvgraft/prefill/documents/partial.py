@@ -1,0 +1,280 @@
+"""A prompt of documents, computed over parts of them: what all hosts share of the document protocol.
+
+A layer gathers what its queries attend to, from documents in host memory and the pages of the prompt, into memory of its
+own; only what the policy retains goes to the pages.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.dispatch import segpaged_attention
+from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.rope import Rope, rotate
+from kvgraft.prefill.context import Hidden, Reduction
+from kvgraft.prefill.documents.context import DocumentContext, Layout, blend
+from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.stages import StageTimes
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+UNSEEN = -1e30  # a logit; finite, since of a query before all documents there is no other
+
+
+class LayerHost(ABC):
+    """A model, a layer at a time, whose attention the caller provides; and the pages of one prompt.
+
+    Attributes:
+        max_rows: tokens that `run` takes at a time.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_rows: int
+    dtype: torch.dtype
+    device: torch.device
+    rope: Rope
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [n] -> hidden states [n, ...]."""
+
+    @abstractmethod
+    def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        """One decoder layer.
+
+        Args:
+            states: [n, ...], of tokens at `positions` int64 [n].
+            rows: bool [n], those whose output is wanted.
+            attend: is given their queries [n, Hq, d], keys and values [n, Hkv, d], rotated, and returns the attention
+                output [r, Hq, d] of `rows`, or None if there are none.
+
+        Returns:
+            [r, ...].
+        """
+
+    @abstractmethod
+    def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has there."""
+
+    @abstractmethod
+    def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, Hkv, d] into the pages."""
+
+
+class PartialPrefill(DocumentContext):
+    """One prompt of documents.
+
+    Args:
+        token_ids: int64 [T].
+        room: tokens that the pages have room for.
+
+    Attributes:
+        num_kept: tokens in the pages after `retain`.
+        scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
+        recomputed: tokens of documents whose KV is computed anew in the last layer.
+        stages: seconds spent in select, align and sparse work.
+        projected, attended, finished: tokens whose queries, keys and values were computed, (query, key) pairs, and
+            tokens that went through the rest of a layer, over all layers. `scored`: pairs of scores.
+    """
+
+    def __init__(
+        self,
+        host: LayerHost,
+        plan: Plan,
+        token_ids: Tensor,
+        layout: Layout,
+        room: int,
+        stable_layers: Sequence[int] = (),
+    ) -> None:
+        self.plan, self.layout, self.stable_layers = plan, layout, stable_layers
+        self.num_layers = host.num_layers
+        self.counts = Counter()
+        self.num_kept = self.scratch_bytes = self.recomputed = 0
+        self.projected = self.attended = self.finished = self.scored = 0
+        times = StageTimes(host.device)
+        self.stages, self._timed = times.seconds, times.timed
+        self._host, self._token_ids, self._room = host, token_ids, room
+        self._heads = StreamLayout.dense(1, host.num_kv_heads).layers[0]  # of a layer beside the pages
+        shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)  # of the tokens of documents; nothing turns the others
+        for at in layout.placed:
+            shifts[at.start : at.stop] = at.start
+        self._turns = host.rope.table(shifts.to(host.device))
+        self._kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
+        self._finite = torch.tensor(True, device=host.device)
+        self._last: tuple[Tensor, Tensor, Scratch] | None = None  # tokens of the last layer, their queries, all keys
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was computed is."""
+        return bool(self._finite)
+
+    def embed(self, where: Tensor) -> Hidden:
+        return Hidden(self._host.embed(self._token_ids[where].to(self._host.device)), where)
+
+    def layer(
+        self, index: int, hidden: Hidden, *, sees: Tensor, writes: Tensor, outputs: Tensor, fuses: bool = False
+    ) -> Hidden:
+        if bool(((writes | outputs) & ~hidden.where).any()):
+            raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
+        with self._timed("sparse" if self.num_kept else "select"):
+            here = sees | writes | outputs
+            scratch = Scratch(here, *self._gather(index, here))
+            queries, states = [], []
+
+            def attend(tokens: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+                queries.append(query)
+                self._write(index, scratch, tokens, writes, (keys, values), fuses)
+                return self._attend(scratch, tokens[outputs[tokens]], query[outputs[tokens].to(query.device)])
+
+            tokens = hidden.where.nonzero()[:, 0]
+            pairs = zip(tokens.split(self._host.max_rows), hidden.states.split(self._host.max_rows), strict=True)
+            for part, entering in pairs:
+                rows = outputs[part].to(entering.device)
+                states.append(self._host.run(index, entering, part.to(entering.device), rows, partial(attend, part)))
+            self._last = (hidden.where, torch.cat(queries), scratch)
+            after = torch.cat(states)
+            self._finite = self._finite & after.isfinite().all()
+            return Hidden(after, outputs)
+
+    def query(self) -> Tensor:
+        return self._last_layer[1]
+
+    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """As in the protocol; documents stay where they are, and the queries are turned instead."""
+        where, query, _ = self._last_layer
+        if bool((queries & ~where).any()):
+            raise ValueError("the last layer has no queries for these tokens")
+        with self._timed("select"):
+            host, asking = self._host, query[queries[where].to(query.device)]  # [n, Hq, d]
+            groups = asking.shape[1] // host.num_kv_heads
+            positions = queries.nonzero()[:, 0].to(asking.device).repeat(groups)[:, None]  # [G * n, 1]
+            logits = []
+            for at in self.layout.placed:
+                turned = rotate(asking, *self._turn(-at.start)).unflatten(1, (host.num_kv_heads, groups))
+                keys = at.document.keys[index].to(asking.device)  # [Hkv, t, d]
+                own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
+                here = torch.arange(at.start, at.stop, device=asking.device)
+                logits.append(own.masked_fill_(here > positions, UNSEEN))
+            weights = (torch.cat(logits, dim=2) * host.head_dim**-0.5).softmax(2)
+            self.scored += asking.shape[0] * weights.shape[2]
+            scores = torch.zeros(self.plan.num_tokens)
+            scores[self.plan.grafted] = (weights.amax((0, 1)) if reduction == "max" else weights.sum((0, 1))).cpu()
+            return scores
+
+    def block_keys(self, index: int, number: int) -> Tensor:
+        at = self.layout.placed[number]
+        return rotate(at.document.block_keys[index].to(self._host.device), *self._turn(at.start))
+
+    def local_query(self, index: int, number: int) -> Tensor:
+        at = self.layout.placed[number]
+        return rotate(at.document.local_query[index][None].to(self._host.device), *self._turn(at.start))[0]
+
+    def retain(self, kept: Tensor) -> None:
+        with self._timed("align"):
+            counts = kept.sum(1)
+            if bool((counts != counts[0]).any()) or int(counts[0]) > self._room:
+                raise ValueError(f"{counts.tolist()} tokens cannot be kept: each layer has room for {self._room}")
+            if bool((self.plan.fresh & ~kept).any()):
+                raise ValueError("fresh tokens must be kept")
+            self.num_kept = int(counts[0])
+            places = torch.arange(self.num_kept, device=self._host.device)
+            for index in range(self.num_layers):
+                keys, values = self._gather(index, kept[index])
+                self._host.write(index, places, keys.transpose(0, 1), values.transpose(0, 1))
+            self._kept = kept
+
+    def computed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hkv, n, d] of all that the last layer saw or wrote, in order."""
+        scratch = self._last_layer[2]
+        return scratch.keys, scratch.values
+
+    @property
+    def _last_layer(self) -> "tuple[Tensor, Tensor, Scratch]":
+        if self._last is None:
+            raise ValueError("no layer has been computed yet, so there are no queries")
+        return self._last
+
+    def _gather(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hkv, n, d] of a layer as they stand: from the pages what is kept, else from the documents;
+        NaN where there is nothing yet."""
+        host, device = self._host, self._host.device
+        shape = (host.num_kv_heads, int(where.sum()), host.head_dim)
+        keys, values = torch.full((2, *shape), float("nan"), dtype=host.dtype, device=device)
+        self.scratch_bytes = max(self.scratch_bytes, keys.nbytes + values.nbytes)
+        rank, held = _rank(where), where & self._kept[index]
+        missing = where & self.plan.grafted & ~held
+        for at in self.layout.placed:
+            tokens = missing[at.start : at.stop].nonzero()[:, 0]
+            if tokens.numel():
+                place = rank[at.start + tokens].to(device)
+                for pool, source in ((keys, at.document.keys), (values, at.document.values)):
+                    pool[:, place] = source[index][:, tokens].to(device)
+        if missing.any():
+            turns = (part[where.to(device)] for part in self._turns)
+            keys = rotate(keys.transpose(0, 1), *turns).transpose(0, 1)
+        if held.any():
+            found = host.read(index, _rank(self._kept[index])[held].to(device))
+            for pool, part in zip((keys, values), found, strict=True):
+                pool[:, rank[held].to(device)] = part.transpose(0, 1)
+        return keys, values
+
+    def _write(
+        self, index: int, scratch: "Scratch", tokens: Tensor, writes: Tensor, new: Sequence[Tensor], fuses: bool
+    ) -> None:
+        """Put the keys and values [n, Hkv, d] of those of the tokens int64 [n] that are in `writes` into the scratch,
+        and, where they are kept, into the pages."""
+        device = self._host.device
+        self.projected += tokens.numel()
+        new = [part[writes[tokens].to(device)] for part in new]
+        tokens = tokens[writes[tokens]]
+        place = scratch.place(tokens)
+        if fuses:
+            known = self.plan.grafted[tokens].to(device)[:, None, None]
+            old = [part[:, place].transpose(0, 1) for part in (scratch.keys, scratch.values)]
+            new = [torch.where(known, a, b) for a, b in zip(blend(new, old), new, strict=True)]
+        for pool, part in zip((scratch.keys, scratch.values), new, strict=True):
+            pool[:, place] = part.transpose(0, 1)
+        stays = self._kept[index][tokens]
+        if index == self.num_layers - 1:
+            self.recomputed += int((stays & self.plan.grafted[tokens]).sum())
+        places = _rank(self._kept[index])[tokens[stays]].to(device)
+        self._host.write(index, places, *(part[stays.to(device)] for part in new))
+
+    def _attend(self, scratch: "Scratch", tokens: Tensor, query: Tensor) -> Tensor | None:
+        """Attention [n, Hq, d] of these tokens int64 [n] to what stands before them in the scratch."""
+        if not tokens.numel():
+            return None
+        place = scratch.place(tokens).cpu()
+        self.attended += int((place + 1).sum())
+        self.finished += tokens.numel()
+        slots = torch.arange(scratch.keys.shape[1], device=query.device)
+        layout, scale = AttentionLayout.of([place], [slots[None]]), self._host.head_dim**-0.5
+        return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, scale)
+
+    def _turn(self, shift: int) -> tuple[Tensor, Tensor]:
+        return self._host.rope.table(torch.tensor([shift], device=self._host.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Keys and values [Hkv, n, d] of the tokens in `where` bool [T], in one layer."""
+
+    where: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def place(self, tokens: Tensor) -> Tensor:
+        """Where these tokens int64 [n] lie, on the scratch's device."""
+        return _rank(self.where)[tokens].to(self.keys.device)
+
+
+def _rank(where: Tensor) -> Tensor:
+    """int64 [T]: the place of each set token among them."""
+    return where.cumsum(0) - 1

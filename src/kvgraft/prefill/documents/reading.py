@@ -1,0 +1,43 @@
+"""Reading a document on its own, and learning what its blocks are worth (SamKV, Appendix A.1)."""
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.kv.documents import Blocks, Document
+from kvgraft.kv.importance import by_block, exceptionally_small, received_attention
+from kvgraft.prefill.documents.context import Layout
+from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
+from kvgraft.prefill.plan import Plan
+
+MEMORY = torch.device("cpu")  # where documents lie
+
+
+def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Document:
+    """The KV of a text at positions 0..n-1, and what is known of its blocks."""
+    count, size = len(tokens), blocks.size_for(len(tokens))
+    local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
+    everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+    ctx = PartialPrefill(host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), Layout([], blocks, count), 0)
+    hidden, found = ctx.embed(everything), defaultdict[str, list[Tensor]](list)
+    for index in range(host.num_layers):
+        outputs = everything if index < host.num_layers - 1 else nothing
+        hidden = ctx.layer(index, hidden, sees=nothing, writes=everything, outputs=outputs)
+        query, (keys, values) = ctx.query(), ctx.computed()  # [n, Hq, d], [Hkv, n, d]
+        importance = by_block(received_attention(query, keys.transpose(0, 1)), size)
+        outliers = torch.zeros(count, dtype=torch.bool, device=query.device)
+        outliers[importance.representative[exceptionally_small(importance.exponent)]] = True
+        block_keys = torch.stack([part.float().mean(1) for part in keys.split(size, dim=1)])  # [B, Hkv, d]
+        for name, value in (
+            ("keys", keys),
+            ("values", values),
+            ("block_keys", block_keys.to(keys.dtype)),
+            ("local_query", query[local:].float().mean(0).to(query.dtype)),
+            ("exponents", importance.exponent),
+            ("attention", importance.attention),
+            ("outliers", outliers),
+        ):
+            found[name].append(value.to(MEMORY))
+    return Document(block_size=size, **{name: torch.stack(values) for name, values in found.items()})
