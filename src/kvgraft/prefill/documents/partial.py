@@ -1,7 +1,7 @@
 """A prompt of documents, computed over parts of them: what all hosts share of the document protocol.
 
-A layer gathers what its queries attend to, from documents in host memory and the pages of the prompt, into memory of its
-own; only what the policy retains goes to the pages.
+A layer gathers what its queries attend to, from documents in host memory and from pages of the prompt, into memory of
+its own; only what the policy retains goes to the pages.
 """
 
 from abc import ABC, abstractmethod
