@@ -56,6 +56,8 @@ class RequestOptions:
             if option not in known:
                 raise ValueError(f"no field {option!r}: allowed are {', '.join([*_OWN_FIELDS, *known])}")
         policy = make_policy(base.name, {**asdict(base), **options}) if options else base
+        if isinstance(policy, KeepsDocuments) and policy != policy.announced:
+            raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {policy.announced}")
         return cls(policy, reuse == "auto", namespace)
 
 
@@ -97,11 +99,13 @@ class Report(PrefillReport):
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         reason: why nothing was grafted, or None.
         registered_blocks: blocks that later requests can graft from.
+        kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
     reason: str | None = None
     registered_blocks: int = 0
+    kept_tokens: int | None = None
 
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""
@@ -109,14 +113,14 @@ class Report(PrefillReport):
 
 
 def served_policy(text: str) -> Policy:
-    """A policy that vLLM can run.
+    """A policy that vLLM can run. One that keeps a part of documents keeps as much as is known beforehand.
 
     Raises:
-        ValueError: an unknown policy or option, or one that works head by head or keeps documents in part.
+        ValueError: an unknown policy or option, or one that works head by head.
     """
     policy = parse_policy(text)
     if isinstance(policy, KeepsDocuments):
-        raise ValueError(f"policy {policy.name!r} keeps a part of documents: only the engine runs it")
+        policy = policy.announced
     if policy.needs_head_map:
         raise ValueError(
             f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"

@@ -1,6 +1,7 @@
 """Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each step of vLLM."""
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -8,9 +9,14 @@ import numpy as np
 import torch
 from greenlet import getcurrent, greenlet
 
+from kvgraft.kv.cache import slots_of
 from kvgraft.prefill.context import Hidden, Policy
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.documents.library import Library
+from kvgraft.prefill.documents.partial import PartialPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.layers import VllmLayers
 from kvgraft.vllm.prefill import VllmPrefill
 
 logger = logging.getLogger("kvgraft")
@@ -24,7 +30,9 @@ class Job:
     policy: Policy
     plan: Plan
     token_ids: np.ndarray  # int64 [T]
-    blocks: np.ndarray  # int64 [ceil(T / block_size)]
+    blocks: np.ndarray  # int64 [ceil(T / block_size)], or as many as hold what is kept of documents
+    documents: tuple[range, ...] = ()
+    scope: bytes = b""  # of what is read on its own
 
     @property
     def own_blocks(self) -> torch.Tensor:
@@ -39,6 +47,7 @@ class Outcome:
     failure: str | None = None
     computed_share: float = 0.0
     recomputed_tokens: int = 0
+    kept_tokens: int | None = None
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -46,8 +55,9 @@ class Batch:
     """Jobs of one policy, recovered together. Runs in a greenlet of its own, so that a policy can be paused anywhere
     without knowing of it: same thread, same tensors, no locks."""
 
-    def __init__(self, host: ModelHost, jobs: list[Job]) -> None:
+    def __init__(self, host: ModelHost, library: Library, jobs: list[Job]) -> None:
         self.jobs = jobs
+        self._library = library
         self.outcomes: dict[str, Outcome] | None = None
         self._host = host
         self._budget = 0
@@ -73,6 +83,35 @@ class Batch:
         return paused
 
     def _run(self) -> None:
+        policy = self.jobs[0].policy
+        if isinstance(policy, KeepsDocuments):
+            self.outcomes = {job.request_id: self._keep(policy, job) for job in self.jobs}
+        else:
+            self._recover()
+
+    def _keep(self, policy: KeepsDocuments, job: Job) -> Outcome:
+        """One prompt of which a part is kept."""
+        slots = slots_of(job.blocks.tolist(), job.plan.block_size).to(self._host.device)
+        tokens, started = torch.from_numpy(job.token_ids), time.perf_counter()
+        layers = VllmLayers(self._host, slots, self._spend)
+        try:
+            layout, _ = self._library.place(layers, job.token_ids, job.documents, job.scope, policy.blocks)
+            read = time.perf_counter() - started
+            room = policy.num_kept(layout.lengths) + int(job.plan.fresh.sum())
+            ctx = PartialPrefill(layers, job.plan, tokens, layout, room, self._library.stable_layers)
+            policy.keep(ctx)
+            if ctx.num_kept != room:
+                raise ValueError(f"{policy} has kept {ctx.num_kept} tokens where {room} were announced")
+            layers.close_up(room, job.plan.num_tokens - room)
+        except Exception:
+            logger.exception("keeping documents failed: the prompt is computed in full")
+            return Outcome("error")
+        share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
+        stages = {"read": read, **ctx.stages}
+        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, stages)
+
+    def _recover(self) -> None:
+        """Jobs whose grafts are in the pool."""
         plan = Plan.batch([job.plan for job in self.jobs])
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         ctx = VllmPrefill(self._host, plan, tokens, [job.blocks for job in self.jobs], self._spend)
@@ -92,7 +131,7 @@ class Batch:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
-        return Outcome(None if finite else "non_finite", share, recomputed, dict(ctx.stages))
+        return Outcome(None if finite else "non_finite", share, recomputed, stages=dict(ctx.stages))
 
 
 class RecoveryQueue:
@@ -101,10 +140,12 @@ class RecoveryQueue:
     Args:
         max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is a batch of its
             own); this bounds the memory of a recovery.
+        library: documents that were read on their own.
     """
 
-    def __init__(self, host: ModelHost, max_batch_tokens: int) -> None:
+    def __init__(self, host: ModelHost, max_batch_tokens: int, library: Library) -> None:
         self._host = host
+        self._library = library
         self._max_batch_tokens = max_batch_tokens
         self._batches: deque[Batch] = deque()
         self._cancelled: set[str] = set()
@@ -115,11 +156,11 @@ class RecoveryQueue:
         for job in jobs:
             total = sum(len(other.token_ids) for other in [*batch, job])
             if batch and (job.policy != batch[0].policy or total > self._max_batch_tokens):
-                self._batches.append(Batch(self._host, batch))
+                self._batches.append(Batch(self._host, self._library, batch))
                 batch = []
             batch.append(job)
         if batch:
-            self._batches.append(Batch(self._host, batch))
+            self._batches.append(Batch(self._host, self._library, batch))
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""

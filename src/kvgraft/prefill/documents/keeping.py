@@ -52,6 +52,11 @@ class KeepsDocuments(Policy):
         anchors = sum(self.blocks.num_anchors(length) for length in lengths)
         return max(anchors, int(self.ratio * sum(lengths) + 1e-9))
 
+    @property
+    def announced(self) -> "KeepsDocuments":
+        """This policy, or the one most like it that keeps exactly as many tokens as `num_kept` says."""
+        return self
+
     @abstractmethod
     def choose(self, ctx: DocumentContext) -> Tensor:
         """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all anchors."""

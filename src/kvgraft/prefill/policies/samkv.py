@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -38,6 +38,15 @@ class SamKV(KeepsDocuments):
         super().__post_init__()
         for option in ("selection", "bias", "top_p"):
             require_choice(option, getattr(self, option), get_args(Switch))
+
+    @property
+    def announced(self) -> "SamKV":
+        """Fills its budget."""
+        return replace(self, top_p="off")
+
+    def num_kept(self, lengths: Sequence[int]) -> int:
+        """Without selection nothing but initial and local blocks."""
+        return super().num_kept(lengths) if self.selection == "on" else sum(map(self.blocks.num_anchors, lengths))
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Sections 3.1 and 3.2."""

@@ -33,6 +33,14 @@ def nonce_hash(digest: bytes) -> Any:
     return BlockHash(digest)
 
 
+def set_prompt(request: Any, token_ids: list[int]) -> None:
+    """Give a request that has not been scheduled another prompt; block hashes are those of the new one."""
+    request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
+    request._all_token_ids[:] = [*token_ids, *request.output_token_ids]
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
 def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], object]) -> None:
     """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned."""
     reset = kv_cache_manager.reset_prefix_cache

@@ -42,6 +42,7 @@ class ModelHost:
         self.num_layers = len(self.layers)
         self.num_kv_heads = self.attentions[0].num_kv_heads
         self.head_dim = self.attentions[0].head_size
+        self.dtype: torch.dtype = self.config.model_config.dtype
         self.scale = float(self.attentions[0].impl.scale)
         self.rope = model_rope(self.config)
         self.block_size = int(self.config.cache_config.block_size)
@@ -107,6 +108,35 @@ class ModelHost:
         with self._context(None, slots), self._watch(index, stop), suppress(_Stop):
             self.layers[index](positions, hidden, residual)
         return self._by_head(seen[0])
+
+    def run_around(
+        self,
+        index: int,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+    ) -> tuple[Tensor, Tensor] | None:
+        """One stock decoder layer with another attention in place of its own: `attend` is given queries [n, Hq, d],
+        keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there the layer ends. The cache stays as it is.
+        """
+        attention = self.attentions[index]
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+            attended = attend(*map(self._by_head, (query, key, value)))
+            if attended is None:
+                raise _Stop
+            return attended.flatten(1)
+
+        attention.forward = forward  # of this module object alone, until the layer is done
+        try:
+            with self._context(None, positions):
+                after: tuple[Tensor, Tensor] = self.layers[index](positions, hidden, residual)
+                return after
+        except _Stop:
+            return None
+        finally:
+            del attention.forward
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in these slots, each [n, Hkv, d]."""

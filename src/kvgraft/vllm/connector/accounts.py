@@ -23,7 +23,7 @@ class Accounts:
     def admitted(self, tracked: Tracked, candidate: Candidate | None) -> None:
         """Report an admission (a graft: once it has succeeded), and count the first one."""
         report, options, request = tracked.report, tracked.options, tracked.request
-        num_prompt = request.num_prompt_tokens
+        num_prompt = tracked.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         spans = _spans(candidate, num_prompt, num_prefix)
         report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
@@ -44,6 +44,7 @@ class Accounts:
         report = tracked.report
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
+        report.kept_tokens = outcome.kept_tokens
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)

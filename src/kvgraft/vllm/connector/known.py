@@ -29,14 +29,19 @@ class KnownText:
         self.block_size = block_size
         self.approximate_sources = settings.approximate_sources
         self.require_clean_context = settings.require_clean_context
+        self._shortest = settings.min_graft_tokens
 
     def find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
         """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
 
-        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live.
+        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live. A prompt
+        of which a part is kept has no sources: its documents are read on their own.
         """
         kept = tracked.candidate
-        tokens = np.array(tracked.request.all_token_ids, np.int64)
+        tokens = np.array(tracked.token_ids, np.int64)
+        if tracked.whole:
+            plan = Plan.for_documents(len(tokens), self.block_size, tracked.documents)
+            return Candidate(plan, 0, [], np.zeros(0, np.int64))
         if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
             return kept
         free = np.ones(len(tokens), bool)
@@ -53,6 +58,18 @@ class KnownText:
             return None
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
+
+    def documents(self, tracked: Tracked) -> tuple[range, ...]:
+        """Stretches of a prompt that were read before, each in one piece, if they are worth it; never its last token."""
+        tokens = np.array(tracked.token_ids[:-1], np.int64)
+        matches = self.index.match(
+            tokens,
+            tracked.scope,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
+        spans = (range(match.start, match.start + match.length) for match in matches)
+        return tuple(span for span in spans if len(span) >= self._shortest)
 
     def make_room(self, tracked: Tracked, num_blocks: int) -> None:
         """Shed frozen blocks of the request's own namespace if num_blocks more would pass the watermark."""

@@ -13,9 +13,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.keys import scope_digest
-from kvgraft.vllm.compat import nonce_hash, on_cache_reset
+from kvgraft.vllm.compat import nonce_hash, on_cache_reset, set_prompt
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
@@ -44,6 +45,7 @@ class SchedulerSide:
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         self._requests: dict[str, Tracked] = {}
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
         self._jobs: list[Job] = []
@@ -68,7 +70,10 @@ class SchedulerSide:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
         scope = scope_digest(self._model, request.cache_salt or "")
         options, refusal = self._parse(request)
-        self._requests[request.request_id] = Tracked(request, options, scope, next(self._sources), refusal)
+        tracked = Tracked(request, options, scope, next(self._sources), refusal)
+        self._requests[request.request_id] = tracked
+        if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
+            self._condense(tracked, options.policy)
 
     def match(self, request: Any, num_prefix: int) -> tuple[int, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none.
@@ -87,6 +92,26 @@ class SchedulerSide:
             return 0, False
         self._tentative[tracked.id] = tracked.candidate.sources
         return request.num_tokens - num_prefix, True
+
+    def _condense(self, tracked: Tracked, policy: KeepsDocuments) -> None:
+        """Let vLLM see a prompt of as many tokens as will be kept, so that it allocates no more blocks. Nobody finds
+        these blocks: they have the hashes of a nonce."""
+        self._offer_running()
+        tracked.documents = self.known.documents(tracked)
+        tokens, lengths = tracked.token_ids, [len(span) for span in tracked.documents]
+        if sum(lengths) < self.settings.min_graft_share * len(tokens):
+            tracked.refusal = "too_little_known" if lengths else "no_known_text"
+            return
+        num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
+        tracked.whole, tracked.first_approximate = tuple(tokens), 0
+        set_prompt(tracked.request, tokens[-num_kept:])  # only the last of them will ever be read
+        self._hide(tracked, 0)
+
+    def _expand(self, tracked: Tracked, reason: str) -> None:
+        """The request has its whole prompt again and is computed in full."""
+        set_prompt(tracked.request, list(tracked.whole))
+        tracked.whole, tracked.documents, tracked.hashes, tracked.first_approximate = (), (), None, NEVER
+        tracked.refusal = reason
 
     def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
         """vLLM has allocated the request's blocks; called again, without anything to load, after the recovery."""
@@ -129,7 +154,8 @@ class SchedulerSide:
             self._cancelled.add(tracked.id)
             return None
         del self._requests[tracked.id]
-        self._offer(tracked, blocks, request.num_computed_tokens)
+        if not tracked.whole:
+            self._offer(tracked, blocks, request.num_computed_tokens)
         if isinstance(tracked.options, Control):
             return {KEY: self.known.apply(tracked, blocks)} if request.num_output_tokens else None
         tracked.report.registered_blocks = tracked.num_sources
@@ -150,7 +176,7 @@ class SchedulerSide:
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return default, "invalid_params"
-        return options, _refusal(request, options)
+        return options, _refusal(request, options, self._num_ranks)
 
     def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
         """A pinned plan, or why there is none."""
@@ -166,6 +192,8 @@ class SchedulerSide:
         num_needed = num_missing + self.known.pool.num_idle(hits) + SPARE_BLOCKS
         if num_needed > self.known.pool.num_free and not self._is_busy():  # waiting would not help
             self.known.pool.release(candidate.sources)
+            if tracked.whole:
+                self._expand(tracked, "pool_pressure")
             return "pool_pressure", None
         return None, candidate
 
@@ -175,7 +203,7 @@ class SchedulerSide:
 
     def _is_worthwhile(self, candidate: Candidate) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
-        num_grafted = candidate.plan.graft_targets.numel()
+        num_grafted = int(candidate.plan.grafted.sum())
         num_active = candidate.plan.num_tokens - candidate.num_prefix
         return num_grafted >= max(self.settings.min_graft_tokens, self.settings.min_graft_share * num_active)
 
@@ -186,14 +214,16 @@ class SchedulerSide:
             raise TypeError("a control request never grafts")
         tracked.pinned, tracked.recovery = sources, candidate
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
-            num_grafted = candidate.plan.graft_targets.numel()
-            request.prefill_stats.set(request.num_prompt_tokens, candidate.num_prefix, num_grafted)
+            num_grafted = int(candidate.plan.grafted.sum())
+            request.prefill_stats.set(tracked.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
         tracked.first_approximate = min(tracked.first_approximate, candidate.first_graft)
-        self._hide(tracked, candidate.first_graft // self._block_size)
-        tokens = torch.tensor(request.all_token_ids[:], dtype=torch.int64).numpy()
+        if not tracked.whole:
+            self._hide(tracked, candidate.first_graft // self._block_size)
+        tokens = torch.tensor(tracked.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
-        self._jobs.append(Job(tracked.id, options.policy, candidate.plan, tokens, table))
+        job = Job(tracked.id, options.policy, candidate.plan, tokens, table, tracked.documents, tracked.scope)
+        self._jobs.append(job)
 
     def _hide(self, tracked: Tracked, first_block: int) -> None:
         """Give blocks from first_block on hashes that no content has; hashes of generated blocks chain from them."""
@@ -221,7 +251,10 @@ class SchedulerSide:
             self.accounts.aborted()
         elif outcome.failure is not None:
             tracked.refusal = tracked.reason = outcome.failure
-            self._reveal(tracked)
+            if tracked.whole:
+                self._expand(tracked, outcome.failure)
+            else:
+                self._reveal(tracked)
             self.accounts.admitted(tracked, None)
         else:
             self.accounts.recovered(tracked, candidate, outcome)
@@ -232,7 +265,7 @@ class SchedulerSide:
             return
         self._offered = True
         for tracked in self._requests.values():
-            if tracked.admitted and not tracked.recovering and not tracked.finished:
+            if tracked.admitted and not (tracked.recovering or tracked.finished or tracked.whole):
                 num_tokens = min(tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens)
                 if num_tokens // self._block_size > tracked.num_offered:
                     self._offer(tracked, self._manager.get_block_ids(tracked.id)[0], num_tokens)
@@ -241,11 +274,14 @@ class SchedulerSide:
         self.known.offer(tracked, blocks, min(num_computed, tracked.request.num_tokens))
 
 
-def _refusal(request: Any, options: RequestOptions) -> str | None:
+def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:
     """Why a request must not graft, or None."""
+    keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
     checks = {
         "off": not options.reuse,
-        "policy_full": not options.policy.uses_grafts,
+        "policy_full": not (options.policy.uses_grafts or keeps),
+        "tensor_parallel": keeps and num_ranks > 1,  # heads choose together
+        "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
         "lora": request.lora_request is not None,
         "multimodal": bool(request.mm_features),
         "prompt_embeds": request.prompt_embeds is not None,

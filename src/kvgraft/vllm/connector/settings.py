@@ -1,5 +1,6 @@
 """The server's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,6 +22,8 @@ class Settings:
         frozen_capacity: share of the pool that frozen blocks may take.
         min_graft_tokens, min_graft_share: grafts below either (of the tokens that vLLM has no exact hit for) are not
             worth making the rest of the prompt approximate.
+        document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
+            part of them.
     """
 
     policy: str = DEFAULT_POLICY
@@ -30,6 +33,7 @@ class Settings:
     frozen_capacity: float = 0.5
     min_graft_tokens: int = 64
     min_graft_share: float = 0.1
+    document_gib: float = 2.0
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Settings":
@@ -47,6 +51,8 @@ class Settings:
         for name in ("watermark", "frozen_capacity"):
             if not getattr(settings, name):
                 raise ValueError(f"{name} must be above 0")
+        if not isinstance(settings.document_gib, int | float) or not 0 <= settings.document_gib < math.inf:
+            raise ValueError(f"document_gib must be a number of at least 0, got {settings.document_gib!r}")
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
         for name in ("approximate_sources", "require_clean_context"):
             if not isinstance(getattr(settings, name), bool):

@@ -27,7 +27,7 @@ class Candidate:
     @property
     def first_graft(self) -> int:
         """Position of the first grafted token."""
-        return int(self.plan.graft_targets[0])
+        return int(self.plan.grafted.nonzero()[0])
 
 
 @dataclass(eq=False)
@@ -36,6 +36,7 @@ class Tracked:
 
     Attributes:
         request: vLLM's own object.
+        whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
         options: what it asked for; a `Control` is an operation on the frozen pool.
         scope: root of all keys of its content.
         source: identity of its content in the index.
@@ -68,12 +69,24 @@ class Tracked:
     num_offered: int = 0
     last_entry: int = -1
     num_sources: int = 0
+    whole: tuple[int, ...] = ()
+    documents: tuple[range, ...] = ()
     report: Report = field(default_factory=Report)
 
     @property
     def id(self) -> str:
         """vLLM's request id."""
         return str(self.request.request_id)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as the client sent it."""
+        return len(self.whole) or int(self.request.num_prompt_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, as the client sent them, with those generated so far."""
+        return [*self.whole, *self.request.output_token_ids] if self.whole else list(self.request.all_token_ids)
 
     @property
     def recovering(self) -> bool:

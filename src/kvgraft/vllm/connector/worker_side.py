@@ -5,8 +5,12 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvgraft.kv.documents import DocumentStore
+from kvgraft.kv.profiles import last_layers
+from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
+from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.recovery import Outcome, RecoveryQueue
 
 
@@ -22,7 +26,11 @@ class WorkerSide:
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
         limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
-        self._queue = RecoveryQueue(ModelHost(runner), max_batch_tokens=limit)
+        given = self._config.kv_transfer_config.kv_connector_extra_config if self._config.kv_transfer_config else {}
+        capacity = int(Settings.parse(given or {}).document_gib * 2**30)
+        host = ModelHost(runner)
+        library = Library(DocumentStore(capacity), last_layers(host.num_layers))
+        self._queue = RecoveryQueue(host, limit, library)
 
     def step(self, metadata: Metadata) -> None:
         """Take what is new and spend the step's budget.

@@ -1,0 +1,61 @@
+"""vLLM's layers and blocks, for what is computed over parts of documents."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvgraft.kv.rope import rotate
+from kvgraft.prefill.documents.partial import Attend, LayerHost
+from kvgraft.vllm.compat.model import ModelHost
+
+
+class VllmLayers(LayerHost):
+    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D]: vLLM's hidden state and residual.
+
+    Args:
+        slots: int64 [n], of the request's blocks.
+        spend: as in `VllmPrefill`.
+    """
+
+    def __init__(self, host: ModelHost, slots: Tensor, spend: Callable[[int], bool]) -> None:
+        self.num_layers, self.num_kv_heads, self.head_dim = host.num_layers, host.num_kv_heads, host.head_dim
+        self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.rope
+        self._host, self._slots, self._spend = host, slots, spend
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        states = self._host.embed(token_ids)
+        return torch.stack((states, torch.zeros_like(states)), dim=1)
+
+    def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        """As in the protocol; the rest of the layer takes all rows, since it is vLLM's own."""
+        self._spend(positions.numel())
+
+        def attend_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+            attended = attend(query, keys, values)
+            if attended is None or bool(rows.all()):
+                return attended
+            every = torch.zeros_like(query)
+            every[rows] = attended
+            return every
+
+        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
+        after = self._host.run_around(index, positions, hidden, residual if index else None, attend_all)
+        return states[:0] if after is None else torch.stack(after, dim=1)[rows]
+
+    def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self._host.read(index, self._slots[places])
+
+    def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        if places.numel():
+            self._host.write(index, keys, values, self._slots[places])
+
+    def close_up(self, num_kept: int, num_dropped: int) -> None:
+        """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on with the position
+        behind the last kept token: then all distances are those of the whole prompt."""
+        places = torch.arange(num_kept, device=self.device)
+        cos, sin = self.rope.table(torch.tensor([-num_dropped], device=self.device))
+        for index in range(self.num_layers):
+            self._spend(0)
+            keys, values = self.read(index, places)
+            self.write(index, places, rotate(keys, cos, sin), values)
