@@ -145,7 +145,7 @@ class RecoveryQueue:
 
     def __init__(self, host: ModelHost, max_batch_tokens: int, library: Library) -> None:
         self._host = host
-        self._library = library
+        self.library = library
         self._max_batch_tokens = max_batch_tokens
         self._batches: deque[Batch] = deque()
         self._cancelled: set[str] = set()
@@ -156,11 +156,11 @@ class RecoveryQueue:
         for job in jobs:
             total = sum(len(other.token_ids) for other in [*batch, job])
             if batch and (job.policy != batch[0].policy or total > self._max_batch_tokens):
-                self._batches.append(Batch(self._host, self._library, batch))
+                self._batches.append(Batch(self._host, self.library, batch))
                 batch = []
             batch.append(job)
         if batch:
-            self._batches.append(Batch(self._host, self._library, batch))
+            self._batches.append(Batch(self._host, self.library, batch))
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""

@@ -84,7 +84,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool | None:
-        return self.scheduler_side.known.clear()
+        return self.scheduler_side.forget()
 
     # a worker's side
 

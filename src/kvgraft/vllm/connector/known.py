@@ -60,7 +60,7 @@ class KnownText:
         return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
 
     def documents(self, tracked: Tracked) -> tuple[range, ...]:
-        """Stretches of a prompt that were read before, each in one piece, if they are worth it; never its last token."""
+        """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
         tokens = np.array(tracked.token_ids[:-1], np.int64)
         matches = self.index.match(
             tokens,

@@ -51,6 +51,7 @@ class SchedulerSide:
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
+        self._forgets = False  # what the workers have read
         self._sources = itertools.count()
         self.accounts = Accounts()
 
@@ -60,7 +61,12 @@ class SchedulerSide:
         share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.frozen_capacity, share)
         self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity)
-        on_cache_reset(kv_cache_manager, self.known.clear)  # frozen text too: it may be of old weights
+        on_cache_reset(kv_cache_manager, self.forget)
+
+    def forget(self) -> bool:
+        """Let go of frozen text and of documents: they may be of old weights."""
+        self._forgets = True
+        return self.known.clear()
 
     def _frozen_share(self, num_blocks: int) -> float:
         """Share of the pool that leaves room for the longest request of anybody else."""
@@ -133,8 +139,8 @@ class SchedulerSide:
         self._tentative.clear()
         self._offered = False
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
-        metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers)
-        self._jobs, self._cancelled = [], set()
+        metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
+        self._jobs, self._cancelled, self._forgets = [], set(), False
         return metadata
 
     def on_outcomes(self, output: KVConnectorOutput) -> None:

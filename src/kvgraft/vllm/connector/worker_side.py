@@ -40,6 +40,8 @@ class WorkerSide:
         """
         if self._queue is None:
             raise RuntimeError("the worker class never attached its model runner")
+        if metadata.forget:
+            self._queue.library.store.clear()
         self._queue.add(metadata.jobs)
         self._queue.cancel(metadata.cancelled)
         self._ended |= self._queue.advance(metadata.budget)

@@ -1,0 +1,213 @@
+"""Prompts of which vLLM keeps a part: as the native engine answers, in as many blocks as are kept, exact when all fails."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from engines import BLOCK, OFF, Ask, words
+from hosts import Host
+from processes import HostProcess
+from torch import Tensor
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.prefill.documents.context import DocumentContext
+from kvgraft.prefill.policies import POLICIES, Condense
+from kvgraft.segments.prompt import Part, Segment
+
+DOCUMENTS = [words(9 * BLOCK, 1), words(6 * BLOCK, 2), words(8 * BLOCK, 3)]
+NUM_DOCUMENT_TOKENS = sum(map(len, DOCUMENTS))
+PROMPT = words(21, 4) + DOCUMENTS[2] + words(3, 5) + DOCUMENTS[0] + DOCUMENTS[1] + words(17, 6)
+EXACT = {"policy": "condense", "ratio": 1.0, "recomputed": "kept"}
+FEW = {"policy": "condense", "ratio": 0.25}
+SOME = [FEW, {"policy": "samkv"}, {"policy": "samkv", "ratio": 0.4, "bias": "off"}, {"policy": "condense", "hops": 2}]
+
+
+@dataclass(frozen=True)
+class Failing(Condense):
+    """Fails after some of its work."""
+
+    name: ClassVar[str] = "failing"
+
+    def choose(self, ctx: DocumentContext) -> Tensor:
+        super().choose(ctx)
+        raise RuntimeError("a policy's own bug")
+
+
+@pytest.fixture(autouse=True)
+def _policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, Failing.name, Failing)
+
+
+@pytest.fixture
+def reader(host: Host) -> Iterator[Host]:
+    """Has read the documents."""
+    host.read(*DOCUMENTS)
+    host.queue.library.store.clear()
+    yield host
+    host.queue.library.store.clear()
+
+
+@pytest.fixture(scope="module")
+def native(model: Path) -> Engine:
+    return Engine(model, dtype="float32")
+
+
+def text(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def answer_natively(engine: Engine, options: dict[str, object], max_tokens: int) -> list[int]:
+    given = {"top_p": "off"} if options["policy"] == "samkv" else {}
+    policy = POLICIES[str(options["policy"])](**given, **{k: v for k, v in options.items() if k != "policy"})
+    parts: list[Part] = [
+        text(PROMPT[:21]), Segment(text(DOCUMENTS[2])), text(words(3, 5)), Segment(text(DOCUMENTS[0])),
+        Segment(text(DOCUMENTS[1])), text(PROMPT[-17:]),
+    ]  # fmt: skip
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    [result] = engine.generate([Request(parts, policy, sampling)])
+    assert result.report.prompt_tokens == len(PROMPT)
+    return result.token_ids
+
+
+def num_kept(options: dict[str, object]) -> int:
+    policy = POLICIES[str(options["policy"])](**{k: v for k, v in options.items() if k != "policy"})
+    kept: int = policy.num_kept([len(document) for document in DOCUMENTS])  # type: ignore[attr-defined]
+    return kept + len(PROMPT) - NUM_DOCUMENT_TOKENS
+
+
+@pytest.mark.parametrize("options", [EXACT, {**EXACT, "rounds": 1, "halo": 0}])
+def test_keeping_and_recomputing_everything_is_exact(reader: Host, plain: HostProcess, options: dict[str, object]):
+    [answer] = reader.ask(Ask(PROMPT, options, max_tokens=40))
+    assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=40)
+    report = answer.report
+    assert (report["reason"], report["grafted_tokens"]) == (None, NUM_DOCUMENT_TOKENS)
+    assert report["kept_tokens"] == len(PROMPT) == report["prompt_tokens"]
+    assert report["recomputed_tokens"] == NUM_DOCUMENT_TOKENS
+
+
+@pytest.mark.parametrize("options", SOME, ids=str)
+def test_answers_are_those_of_the_native_engine(reader: Host, native: Engine, options: dict[str, object]):
+    """Of several tokens: the places of what is kept are not its positions."""
+    [answer] = reader.ask(Ask(PROMPT, options, max_tokens=24))
+    assert answer.tokens == answer_natively(native, options, 24)
+    assert answer.report["kept_tokens"] == num_kept(options)
+    assert answer.cached == NUM_DOCUMENT_TOKENS
+
+
+def test_vllm_allocates_blocks_for_what_is_kept(reader: Host):
+    name = reader.add(Ask(PROMPT, FEW, max_tokens=40))
+    reader.step_until(lambda: name in reader.outputs)
+    request = reader.request(name)
+    kept = num_kept(FEW)
+    assert request.num_prompt_tokens == kept < 0.4 * len(PROMPT)
+    [blocks] = reader.manager.get_block_ids(request.request_id)
+    assert len(blocks) <= math.ceil((kept + request.num_output_tokens) / BLOCK)
+    assert len(reader.outputs[name].prompt_token_ids) == len(PROMPT)  # what the client sees
+    reader.finish(name)
+
+
+def test_several_at_once_and_beside_others(reader: Host, native: Engine, plain: HostProcess):
+    other = words(200, 9)
+    asks = [Ask(PROMPT, options, max_tokens=12) for options in SOME]
+    answers = reader.ask(*asks, Ask(other, OFF, max_tokens=12), Ask(PROMPT, EXACT, max_tokens=12))
+    assert [answer.tokens for answer in answers[:4]] == [answer_natively(native, options, 12) for options in SOME]
+    assert [answer.tokens for answer in answers[4:]] == plain.tokens(other, PROMPT, max_tokens=12)
+
+
+@pytest.mark.parametrize("policy", [EXACT, FEW])
+def test_a_preempted_request_keeps_its_documents_again(reader: Host, plain: HostProcess, policy: dict[str, object]):
+    name = reader.add(Ask(PROMPT, policy, max_tokens=30))
+    reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
+    reader.preempt(name)
+    [answer] = reader.finish(name)
+    assert len(answer.tokens) == 30
+    if policy is EXACT:
+        assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=30)
+
+
+def test_a_failure_is_computed_in_full_and_shared_again(reader: Host, plain: HostProcess):
+    [answer] = reader.ask(Ask(PROMPT, {"policy": "failing", "ratio": 0.5}, max_tokens=40))
+    assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=40)
+    assert (answer.report["reason"], answer.report["fresh_tokens"]) == ("error", len(PROMPT))
+    assert answer.report["kept_tokens"] is None
+    [again] = reader.ask(Ask(PROMPT, OFF))
+    assert again.report["prefix_tokens"] == (len(PROMPT) - 1) // BLOCK * BLOCK
+
+
+def test_poison_in_documents_is_computed_away(reader: Host, plain: HostProcess):
+    reader.ask(Ask(PROMPT, FEW))
+    with torch.inference_mode():
+        for document in reader.queue.library.store._documents.values():
+            document.values.fill_(math.nan)
+    [answer] = reader.ask(Ask(PROMPT, FEW, max_tokens=40))
+    assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=40)
+    assert answer.report["reason"] == "non_finite"
+    assert reader.count("fallbacks_total", "non_finite") == 1
+
+
+def test_nothing_of_it_is_ever_found(reader: Host, plain: HostProcess):
+    """Neither under the tokens that vLLM was given in place of the prompt, nor under the prompt's own."""
+    name = reader.add(Ask(PROMPT, FEW, max_tokens=40))
+    reader.step_until(lambda: name in reader.outputs)
+    placeholder = list(reader.request(name).prompt_token_ids)
+    [answer] = reader.finish(name)
+    follow_up = PROMPT + answer.tokens
+    for prompt in (placeholder, follow_up):
+        [other] = reader.ask(Ask(prompt, OFF, max_tokens=20))
+        assert other.report["prefix_tokens"] == 0
+        assert [other.tokens] == plain.tokens(prompt, max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salt", "reason"),
+    [
+        (words(300, 11), None, "no_known_text"),
+        (PROMPT, "another tenant", "no_known_text"),
+        (words(900, 11) + DOCUMENTS[0][:70] + words(5, 12), None, "too_little_known"),
+    ],
+    ids=["unknown", "another namespace", "too little"],
+)
+def test_without_documents_it_is_plain_vllm(
+    reader: Host, plain: HostProcess, prompt: list[int], salt: str | None, reason: str
+):
+    [answer] = reader.ask(Ask(prompt, FEW, salt, max_tokens=20))
+    assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
+    assert (answer.report["reason"], answer.report["kept_tokens"]) == (reason, None)
+
+
+def test_what_vllm_would_read_of_the_prompt_is_refused(reader: Host):
+    name = reader.add(Ask(PROMPT, FEW), repetition_penalty=1.3)
+    [answer] = reader.finish(name)
+    assert answer.report["reason"] == "repetition_penalty"
+    [answer] = reader.ask(Ask(PROMPT, {"policy": "samkv", "top_p": "on"}))
+    assert answer.report["reason"] == "invalid_params"
+
+
+def test_an_aborted_request_leaves_nothing(reader: Host):
+    name = reader.add(Ask(PROMPT, FEW, max_tokens=40))
+    reader.step()
+    assert reader.tracked(name).recovering
+    reader.abort(name)
+    reader.settle()
+    assert reader.problems() == []
+
+
+def test_documents_of_old_weights_are_forgotten(reader: Host):
+    reader.ask(Ask(PROMPT, FEW))
+    assert len(reader.queue.library.store) == 3
+    assert reader.llm.reset_prefix_cache()
+    reader.ask(Ask(words(10, 1), OFF))
+    assert len(reader.queue.library.store) == 0
+
+
+def test_a_prompt_larger_than_the_pool_s_rest_waits_or_is_kept(reader: Host, native: Engine):
+    """Six prompts of 27 blocks each, of which 10 are kept, in a pool of 95: all run together."""
+    names = [reader.add(Ask(PROMPT, FEW, max_tokens=16)) for _ in range(6)]
+    reader.step_until(lambda: all(name in reader.outputs for name in names))
+    assert sum(reader.is_alive(name) for name in names) == 6
+    answers = reader.finish(*names)
+    assert {tuple(answer.tokens) for answer in answers} == {tuple(answer_natively(native, FEW, 16))}
