@@ -1,4 +1,4 @@
-"""Prompts of which vLLM keeps a part: as the native engine answers, in as many blocks as are kept, exact when all fails."""
+"""Prompts of which vLLM keeps a part: answers of the native engine, in few blocks, and exact ones if all fails."""
 
 import math
 from collections.abc import Iterator

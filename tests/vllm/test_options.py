@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvgraft.prefill.options import count_layers
 from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Full, Naive, SparseX
+from kvgraft.prefill.policies import Condense, Full, Naive, SamKV, SparseX
 from kvgraft.vllm.options import (
     CONTROL_TOKEN,
     KEY,
@@ -207,7 +207,9 @@ def test_a_report_travels_as_plain_json():
     assert report.spans == [[0, 4, "grafted"]]
 
 
-@pytest.mark.parametrize("name", ["samkv", "condense"])
-def test_policies_that_keep_documents_in_part_are_the_engine_s(name: str):
-    with pytest.raises(ValueError, match=f"policy '{name}' keeps a part of documents: only the engine runs it"):
-        served_policy(name)
+def test_policies_that_keep_documents_in_part_keep_a_known_number():
+    assert str(served_policy("samkv:ratio=0.2")).endswith("top_p=off")
+    assert served_policy("condense") == Condense()
+    assert RequestOptions.parse({"policy": "samkv", "ratio": 0.2}, Naive()).policy == SamKV(ratio=0.2, top_p="off")
+    with pytest.raises(ValueError, match=r"vLLM must know beforehand how much is kept, as by samkv:.*top_p=off"):
+        RequestOptions.parse({"policy": "samkv", "top_p": "on"}, Naive())

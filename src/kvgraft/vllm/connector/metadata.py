@@ -9,8 +9,8 @@ from kvgraft.vllm.recovery import Job, Outcome
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """Scheduler to workers: new jobs, requests that were aborted, the token-layers that this step may spend, and whether
-    documents that were read are of no use any more."""
+    """Scheduler to workers: new jobs, requests that were aborted, the token-layers that this step may spend, and
+    whether documents that were read are to be forgotten."""
 
     jobs: list[Job] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
