@@ -6,7 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-ROWS = 256  # queries whose attention weights are held at a time
+MOST_ROWS = 256  # queries whose attention weights are held at a time
+MOST_WEIGHTS = 1 << 22  # of all heads together, that are held at a time
 FLOOR = 1e-7  # least weight whose logarithm is taken
 ENOUGH = 8  # tokens that must follow one, for a fit
 SIGMAS = 3.0  # of the PauTa criterion
@@ -37,7 +38,8 @@ def received_attention(query: Tensor, keys: Tensor) -> Received:
     grouped = (query.float() * size**-0.5).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, d]
     transposed = keys.float().permute(1, 2, 0)[:, None]  # [Hkv, 1, d, n]
     sums = torch.zeros(5, count, dtype=torch.float64, device=keys.device)  # y, log x, log y, log x log y, log^2 x
-    for start, stop in pairwise([*range(0, count, ROWS), count]):
+    rows = min(max(MOST_WEIGHTS // (count * query.shape[1]), 1), MOST_ROWS)
+    for start, stop in pairwise([*range(0, count, rows), count]):
         at, past = here[start:stop, None], here[:stop]
         logits = grouped[:, :, start:stop] @ transposed[..., :stop]  # [Hkv, G, r, m]
         weights = logits.masked_fill(past > at, float("-inf")).softmax(-1).mean((0, 1)).double()  # [r, m]

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import StreamLayout
@@ -152,20 +153,17 @@ class PartialPrefill(DocumentContext):
         if bool((queries & ~where).any()):
             raise ValueError("the last layer has no queries for these tokens")
         with self._timed("select"):
-            host, asking = self._host, query[queries[where].to(query.device)]  # [n, Hq, d]
-            groups = asking.shape[1] // host.num_kv_heads
-            positions = queries.nonzero()[:, 0].to(asking.device).repeat(groups)[:, None]  # [G * n, 1]
-            logits = []
-            for at in self.layout.placed:
-                turned = rotate(asking, *self._turn(-at.start)).unflatten(1, (host.num_kv_heads, groups))
-                keys = at.document.keys[index].to(asking.device)  # [Hkv, t, d]
-                own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
-                here = torch.arange(at.start, at.stop, device=asking.device)
-                logits.append(own.masked_fill_(here > positions, UNSEEN))
-            weights = (torch.cat(logits, dim=2) * host.head_dim**-0.5).softmax(2)
-            self.scored += asking.shape[0] * weights.shape[2]
+            asking, positions = query[queries[where].to(query.device)], queries.nonzero()[:, 0].to(query.device)
+            found = torch.zeros(int(self.plan.grafted.sum()), device=query.device)
+            for part, at in zip(asking.split(SCORE_ROWS), positions.split(SCORE_ROWS), strict=True):
+                weights = self._weights(index, part, at)
+                if reduction == "sum":
+                    found += weights.sum((0, 1))
+                else:
+                    found = found.maximum(weights.amax((0, 1)))
+            self.scored += asking.shape[0] * found.numel()
             scores = torch.zeros(self.plan.num_tokens)
-            scores[self.plan.grafted] = (weights.amax((0, 1)) if reduction == "max" else weights.sum((0, 1))).cpu()
+            scores[self.plan.grafted] = found.cpu()
             return scores
 
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -257,6 +255,17 @@ class PartialPrefill(DocumentContext):
         slots = torch.arange(scratch.keys.shape[1], device=query.device)
         layout, scale = AttentionLayout.of([place], [slots[None]]), self._host.head_dim**-0.5
         return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, scale)
+
+    def _weights(self, index: int, query: Tensor, positions: Tensor) -> Tensor:
+        """Softmax attention of queries [n, Hq, d] at positions int64 [n] to all documents: float32 [Hkv, G * n, t]."""
+        host, groups, logits = self._host, query.shape[1] // self._host.num_kv_heads, []
+        for at in self.layout.placed:
+            turned = rotate(query, *self._turn(-at.start)).unflatten(1, (host.num_kv_heads, groups))
+            keys = at.document.keys[index].to(query.device)  # [Hkv, t, d]
+            own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
+            here = torch.arange(at.start, at.stop, device=query.device)
+            logits.append(own.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN))
+        return (torch.cat(logits, dim=2) * host.head_dim**-0.5).softmax(2)
 
     def _turn(self, shift: int) -> tuple[Tensor, Tensor]:
         return self._host.rope.table(torch.tensor([shift], device=self._host.device))
