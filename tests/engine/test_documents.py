@@ -315,6 +315,11 @@ def test_wrong_stable_layers_are_refused(model_dirs: dict[str, Path], stable: li
         Engine(model_dirs["qwen3"], stable_layers=stable)
 
 
+def test_the_room_for_documents_is_a_number(model_dirs: dict[str, Path]):
+    with pytest.raises(ValueError, match="document_gib must be a number of at least 0, got nan"):
+        Engine(model_dirs["qwen3"], document_gib=float("nan"))
+
+
 def test_what_is_not_to_be_remembered_is_not(engine: Engine):
     prompt = prompt_of([40, 50])
     for _ in range(2):

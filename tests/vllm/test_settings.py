@@ -23,6 +23,7 @@ def test_what_is_given_is_taken():
         "frozen_capacity": 0.25,
         "min_graft_tokens": 1,
         "min_graft_share": 0,
+        "document_gib": 0.5,
     }
     assert Settings.parse(said) == Settings(**said)
 
@@ -34,7 +35,7 @@ def test_what_is_given_is_taken():
             {"polcy": "naive"},
             "no KVGraft setting 'polcy': allowed are policy, approximate_sources, require",
         ),
-        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, epic"),
+        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": "sparsex:topk=2"}, "topk must be a share from 0 to 1, got 2"),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
         ({"policy": None}, "policy must be a string, got None"),
@@ -47,6 +48,10 @@ def test_what_is_given_is_taken():
         ({"min_graft_share": 2}, "min_graft_share must be a share from 0 to 1, got 2"),
         ({"min_graft_tokens": 0}, "min_graft_tokens must be an integer of at least 1, got 0"),
         ({"min_graft_tokens": 1.0}, "min_graft_tokens must be an integer of at least 1, got 1.0"),
+        ({"document_gib": -1}, "document_gib must be a number of at least 0, got -1"),
+        ({"document_gib": float("nan")}, "document_gib must be a number of at least 0, got nan"),
+        ({"document_gib": "much"}, "document_gib must be a number of at least 0, got 'much'"),
+        ({"document_gib": True}, "document_gib must be a number of at least 0, got True"),
         ({"approximate_sources": "yes"}, "approximate_sources must be true or false, got 'yes'"),
         ({"require_clean_context": 1}, "require_clean_context must be true or false, got 1"),
         ({"approximate_sources": 1}, "approximate_sources must be true or false, got 1"),

@@ -24,6 +24,7 @@ from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
+from kvgraft.prefill.options import require_amount
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
@@ -94,6 +95,7 @@ class Engine:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if block_size < 1 or max_prefill_tokens < 1:
             raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
+        require_amount("document_gib", document_gib)
         _check_device(device)
         self.policy = _as_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)

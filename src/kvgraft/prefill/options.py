@@ -16,6 +16,12 @@ def require_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+def require_amount(name: str, value: float) -> None:
+    """Raise ValueError unless value is a finite number of at least 0."""
+    if not _is_number(value) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError unless value is one of the choices."""
     if value not in choices:

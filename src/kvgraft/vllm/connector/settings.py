@@ -1,11 +1,10 @@
 """The server's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvgraft.prefill.options import require_at_least, require_share
+from kvgraft.prefill.options import require_amount, require_at_least, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY
 from kvgraft.vllm.options import served_policy
 
@@ -51,8 +50,7 @@ class Settings:
         for name in ("watermark", "frozen_capacity"):
             if not getattr(settings, name):
                 raise ValueError(f"{name} must be above 0")
-        if not isinstance(settings.document_gib, int | float) or not 0 <= settings.document_gib < math.inf:
-            raise ValueError(f"document_gib must be a number of at least 0, got {settings.document_gib!r}")
+        require_amount("document_gib", settings.document_gib)
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
         for name in ("approximate_sources", "require_clean_context"):
             if not isinstance(getattr(settings, name), bool):

@@ -26,6 +26,7 @@ SETTINGS = (  # of the connector, that have a flag
     "require_clean_context",
     "watermark",
     "frozen_capacity",
+    "document_gib",
 )
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
 _PREFIX = "kvgraft_"
@@ -79,6 +80,7 @@ def _make_parser() -> FlexibleArgumentParser:
     )
     own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
     own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
+    own.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
     own.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
     own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
     own.add_argument(
