@@ -10,7 +10,7 @@ nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --o
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -163,8 +163,15 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_8": _documents(8, 4250, items=12),
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
+    "documents_native": _documents(8, 4250, ("transitive", "samkv:top_p=off", "condense"), items=3),
+    "documents_vllm": replace(
+        _documents(8, 4250, ("transitive", "samkv:top_p=off", "condense"), items=3), host="vllm"
+    ),  # the same prompts
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts
+}  # fmt: skip
+THROUGH_VLLM = {  # experiments, those of the same prompts in the native engine, and the table of both
+    "vllm": ("native", "hosts.md"), "documents_vllm": ("documents_native", "documents_hosts.md"),
 }  # fmt: skip
 
 
@@ -181,9 +188,8 @@ def main() -> None:
         if name not in (*EXPERIMENTS, "layers"):
             parser.error(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}, layers")
     names = arguments.names or [*EXPERIMENTS, "layers"]
-    if "vllm" in names:  # is compared with the native host
-        names = ["native", *(name for name in names if name != "native")]
-    for name in names:
+    natively = [THROUGH_VLLM[name][0] for name in names if name in THROUGH_VLLM]
+    for name in dict.fromkeys([*natively, *names]):
         if name == "layers":
             _layers(arguments)
         else:
@@ -194,7 +200,7 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
     console, out = Console(), arguments.out / name
     settings = Settings(
         find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments,
-        experiment.patterns,        arguments.items or experiment.items, arguments.seed,
+        experiment.patterns, arguments.items or experiment.items, arguments.seed,
     )  # fmt: skip
     with (
         _open(experiment.host, arguments.model or experiment.model, experiment.head_paging) as host,
@@ -212,8 +218,9 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
         plots.write_plots(rows, out)
     if name == "main":
         (out.parent / "papers.md").write_text(_paper_tables(rows))
-    if name == "vllm":
-        (out.parent / "hosts.md").write_text(_compare_hosts(runner.read_rows(out.parent / "native"), rows))
+    if name in THROUGH_VLLM:
+        native, table = THROUGH_VLLM[name]
+        (out.parent / table).write_text(_compare_hosts(name, runner.read_rows(out.parent / native), rows))
     console.rule(name)
     console.print(results.render(rows))
 
@@ -256,7 +263,7 @@ def _paper_tables(rows: Sequence[Row]) -> str:
     ])  # fmt: skip
 
 
-def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
+def _compare_hosts(name: str, native: Sequence[Row], vllm: Sequence[Row]) -> str:
     """A table of both hosts' scores on the same prompts, and of how many answers are equal word for word."""
     here = {(row.cluster, row.number, row.policy): row.answer.text.split() for row in native}
     lines = []
@@ -268,7 +275,7 @@ def _compare_hosts(native: Sequence[Row], vllm: Sequence[Row]) -> str:
             f"{same} of {len(theirs)} | {a.work:.1%} | {b.work:.1%} |"
         )
     return "\n".join([
-        "# The same prompts in both hosts", "", "`python benchmarks/quality.py vllm`", "",
+        "# The same prompts in both hosts", "", f"`python benchmarks/quality.py {name}`", "",
         "| policy | native | vllm | same answer | work, native | work, vllm |", "|---|---|---|---|---|---|", *lines, "",
     ])  # fmt: skip
 

@@ -47,7 +47,7 @@ def test_hosts_are_compared_prompt_by_prompt():
         return Row("ruler/0", 0, "ruler", "variable", "alone", 1024, True, policy, ("42",), score, score, score, answer)
 
     text = _compare_hosts(
-        [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]
+        "vllm", [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]
     )
     assert "| full | 1.000 (1.000-1.000) | 1.000 (1.000-1.000) | 1 of 1 |" in text
     assert "| naive | 0.000 (0.000-0.000) | 1.000 (1.000-1.000) | 0 of 1 | 10.0% | 10.0% |" in text

@@ -33,7 +33,7 @@ class Answer:
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
         distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
-        counts: what the policy counted, such as `promoted_heads`; empty over HTTP.
+        counts: what was counted, such as `promoted_heads`; over HTTP only `kept_tokens` (of documents).
     """
 
     text: str
@@ -164,9 +164,11 @@ class HttpHost:
                 report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or report
         if report is None:
             raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
+        kept = report.get("kept_tokens")
         return Answer(
             text, first, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
             report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"], report["reason"],
+            counts={} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]},
         )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ host memory a layer reads what it attends to, and the pages of the prompt hold w
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,14 +112,12 @@ class DocumentContext(ABC):
         layout: the documents and their blocks.
         num_layers: of the model.
         stable_layers: those whose attention agrees on what is important (N*, Appendix A.2).
-        counts: what the policy wants counted, by name; the host reports it.
     """
 
     plan: Plan
     layout: Layout
     num_layers: int
     stable_layers: Sequence[int]
-    counts: Counter[str]
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:

@@ -5,7 +5,6 @@ its own; only what the policy retains goes to the pages.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +95,6 @@ class PartialPrefill(DocumentContext):
     ) -> None:
         self.plan, self.layout, self.stable_layers = plan, layout, stable_layers
         self.num_layers = host.num_layers
-        self.counts = Counter()
         self.num_kept = self.scratch_bytes = self.recomputed = 0
         self.projected = self.attended = self.finished = self.scored = 0
         times = StageTimes(host.device)
