@@ -7,15 +7,15 @@ its own; only what the policy retains goes to the pages.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.importance import MOST_WEIGHTS
 from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.documents.context import DocumentContext, Layout, blend
@@ -153,7 +153,8 @@ class PartialPrefill(DocumentContext):
         with self._timed("select"):
             asking, positions = query[queries[where].to(query.device)], queries.nonzero()[:, 0].to(query.device)
             found = torch.zeros(int(self.plan.grafted.sum()), device=query.device)
-            for part, at in zip(asking.split(SCORE_ROWS), positions.split(SCORE_ROWS), strict=True):
+            rows = max(MOST_WEIGHTS // (asking.shape[1] * max(found.numel(), 1)), 1)
+            for part, at in zip(asking.split(rows), positions.split(rows), strict=True):
                 weights = self._weights(index, part, at)
                 if reduction == "sum":
                     found += weights.sum((0, 1))
@@ -257,13 +258,24 @@ class PartialPrefill(DocumentContext):
     def _weights(self, index: int, query: Tensor, positions: Tensor) -> Tensor:
         """Softmax attention of queries [n, Hq, d] at positions int64 [n] to all documents: float32 [Hkv, G * n, t]."""
         host, groups, logits = self._host, query.shape[1] // self._host.num_kv_heads, []
-        for at in self.layout.placed:
-            turned = rotate(query, *self._turn(-at.start)).unflatten(1, (host.num_kv_heads, groups))
+        first, query = int(positions[0]), query * host.head_dim**-0.5
+        for number, at in enumerate(self.layout.placed):
+            cos, sin = (part[number] for part in self._turns_back)
+            turned = rotate(query, cos, sin).unflatten(1, (host.num_kv_heads, groups))
             keys = at.document.keys[index].to(query.device)  # [Hkv, t, d]
             own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
-            here = torch.arange(at.start, at.stop, device=query.device)
-            logits.append(own.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN))
-        return (torch.cat(logits, dim=2) * host.head_dim**-0.5).softmax(2)
+            if first < at.stop:
+                here = torch.arange(at.start, at.stop, device=query.device)
+                own.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN)
+            logits.append(own)
+        return torch.cat(logits, dim=2).softmax(2)
+
+    @cached_property
+    def _turns_back(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [D, 1, d / 2] of the way back from each document's place to position 0."""
+        starts = torch.tensor([-at.start for at in self.layout.placed], device=self._host.device)
+        cos, sin = self._host.rope.table(starts)
+        return cos[:, None], sin[:, None]
 
     def _turn(self, shift: int) -> tuple[Tensor, Tensor]:
         return self._host.rope.table(torch.tensor([shift], device=self._host.device))
