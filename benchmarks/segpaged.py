@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvgraft.engine.decoder import DTYPES
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.cache import KVCache
@@ -36,7 +37,6 @@ from kvgraft.kv.pages import PagePool
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 SINKS, WINDOW = 64, 256
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAPS = {"half local": 4, "12.5 % global": 1}  # KV heads of a layer that keep everything
 Side = Callable[[], object]
 

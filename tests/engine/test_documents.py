@@ -254,6 +254,9 @@ def test_what_it_cannot_do_is_full_prefill_with_a_reason(model_dirs: dict[str, P
     plain = " ".join(words(60, 3).split())
     report = engine.generate([Request(plain, "samkv")])[0].report
     assert (report.fallback, report.computed_share) == ("no_documents", 1.0)
+    before = engine.memory.fallbacks["no_documents"]
+    assert engine.read_documents(Request(plain, "samkv")) == 0  # reading is no request: nothing is counted
+    assert engine.memory.fallbacks["no_documents"] == before >= 1
     paged = Engine(model_dirs["qwen3"], dtype="float32", head_map=make_head_map(model_dirs["qwen3"]), head_paging=True)
     assert ask(paged, prompt_of([60, 60]), "condense").report.fallback == "head_paging"
 

@@ -15,6 +15,16 @@ from kvgraft.engine.config import ModelConfig, load_config
 from kvgraft.engine.weights import LayerWeights, Weights, load_weights
 from kvgraft.kv.rope import rotate
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_device(name: str) -> None:
+    """Raise ValueError unless this machine has the torch device."""
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"device {name!r} is not available: choose from {available}")
+
 
 class Decoder:
     """The linear algebra of a model. Hidden states, queries, keys and values have the dtype of the weights."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.decoder import DTYPES, Decoder, check_device
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
 from kvgraft.engine.layers import NativeLayers
@@ -29,8 +29,6 @@ from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Engine:
@@ -59,8 +57,7 @@ class Engine:
         watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
         document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
         stable_layers: for these policies, the layers that agree on what is important (SamKV, Appendix A.2); None takes
-            `layers.json` of the model directory, if there is one (`kvgraft profile-layers` makes it), else the last
-            eighth.
+            `layers.json` of the model directory (`kvgraft profile-layers` makes it) or else the last eighth.
         poison_dropped_pages: fill dead pages with NaN (tests).
 
     Raises:
@@ -96,7 +93,7 @@ class Engine:
         if block_size < 1 or max_prefill_tokens < 1:
             raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
         require_amount("document_gib", document_gib)
-        _check_device(device)
+        check_device(device)
         self.policy = _as_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
@@ -159,7 +156,7 @@ class Engine:
             RequestError: a request that can never be served, or whose answer ends with its first token.
         """
         sequence = self._sequence(0, request)
-        self.scheduler.waiting.append(sequence)
+        self._submit([sequence])
         try:
             while sequence.first_token_pending and not sequence.done:
                 self.scheduler.step()
@@ -207,9 +204,8 @@ class Engine:
         return self.frozen.insert(name, request.namespace, self.memory.known.payload(pages))
 
     def read_documents(self, prompt: Request | str) -> int:
-        """Read the segments of a prompt on their own, if its policy keeps a part of them; returns how many were new.
-
-        A request does that, too, for those that it does not find.
+        """Read the segments of a prompt on their own, if its policy keeps a part of them, as a request does with those
+        that it does not find; returns how many were new.
 
         Raises:
             RequestError: the prompt can never be served.
@@ -217,11 +213,9 @@ class Engine:
         sequence = self._sequence(0, prompt)
         if not isinstance(sequence.policy, KeepsDocuments):
             return 0
-        layers = NativeLayers(self.decoder, self.memory.cache)
+        layers, blocks = NativeLayers(self.decoder, self.memory.cache), sequence.policy.blocks
         with torch.inference_mode():
-            return self.library.place(
-                layers, sequence.prompt, sequence.documents, sequence.scope, sequence.policy.blocks
-            )[1]
+            return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, blocks)[1]
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests and the frozen pool hold."""
@@ -252,9 +246,9 @@ class Engine:
         tokens = tokenised.token_ids
         if not isinstance(request.namespace, str):
             raise ValueError(f"namespace must be a string, got {request.namespace!r}")
-        if tokens.max() >= self.config.vocab_size or tokens.min() < 0:
-            given = f"{tokens.min()}..{tokens.max()}"
-            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {given}")
+        least, most = tokens.min(), tokens.max()
+        if least < 0 or most >= self.config.vocab_size:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {least}..{most}")
         if len(tokens) + request.sampling.max_tokens > self.max_length:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
@@ -262,8 +256,14 @@ class Engine:
             )
         return tokenised
 
-    def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
+    def _submit(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.report.fallback is not None:
+                self.memory.note_fallback(sequence, sequence.report.fallback)
         self.scheduler.waiting.extend(sequences)
+
+    def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
+        self._submit(sequences)
         yield from self._drain(sequences)
 
     def _drain(self, sequences: list[Sequence]) -> Iterator[Event]:
@@ -300,9 +300,9 @@ class Engine:
         last = sequence.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in tokenised.segments if start < last)
         if self.memory.cache.layout.num_local_lists:
-            self.memory.note_fallback(sequence, "head_paging")
+            sequence.report.fallback = "head_paging"
         elif not documents:
-            self.memory.note_fallback(sequence, "no_documents")
+            sequence.report.fallback = "no_documents"
         else:
             sequence.documents = documents
             lengths = [len(span) for span in documents]
@@ -314,13 +314,6 @@ class Engine:
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)
-
-
-def _check_device(name: str) -> None:
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"device {name!r} is not available: choose from {available}")
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -130,21 +130,12 @@ class Scheduler:
         """One prompt whose documents are kept in part; documents that are not known yet are read first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
-        started, report = time.perf_counter(), sequence.report
+        report, remember = sequence.report, sequence.request.remember
         layers = NativeLayers(self.decoder, self.memory.cache, sequence.pages.slots)
-        prompt = torch.from_numpy(sequence.prompt)
-        layout, report.counts["documents_read"] = self.library.place(
-            layers,
-            sequence.prompt,
-            sequence.documents,
-            sequence.scope,
-            policy.blocks,
-            remember=sequence.request.remember,
+        plan, documents = sequence.admitted_plan, sequence.documents
+        ctx, hidden, report.counts["documents_read"] = self.library.keep(
+            layers, policy, plan, sequence.prompt, documents, sequence.scope, remember=remember
         )
-        report.stages["read"] = time.perf_counter() - started
-        room, stable = sequence.num_prompt - sequence.num_dropped, self.library.stable_layers
-        ctx = PartialPrefill(layers, sequence.admitted_plan, prompt, layout, room, stable)
-        hidden = policy.keep(ctx)
         logits = self.decoder.logits(hidden.states[-1:])[0]
         self._account(ctx, report)
         if not ctx.is_finite or not bool(logits.isfinite().all()):

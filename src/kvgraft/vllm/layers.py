@@ -10,8 +10,21 @@ from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
 
 
+def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
+    """int64 [n] -> what enters the first layer: vLLM's hidden state and residual, [n, 2, D]."""
+    states = host.embed(token_ids.to(host.device))
+    return torch.stack((states, torch.zeros_like(states)), dim=1)
+
+
+def entering(index: int, states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Hidden state and residual [n, D] for a layer of vLLM: copies, since its fused norms write to what they are given;
+    the first layer has no residual yet."""
+    hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
+    return hidden, residual if index else None
+
+
 class VllmLayers(LayerHost):
-    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D]: vLLM's hidden state and residual.
+    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D], as `embed` gives them.
 
     Args:
         slots: int64 [n], of the request's blocks.
@@ -24,8 +37,7 @@ class VllmLayers(LayerHost):
         self._host, self._slots, self._spend = host, slots, spend
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        states = self._host.embed(token_ids)
-        return torch.stack((states, torch.zeros_like(states)), dim=1)
+        return embed(self._host, token_ids)
 
     def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
         """As in the protocol; the rest of the layer takes all rows, since it is vLLM's own."""
@@ -39,8 +51,7 @@ class VllmLayers(LayerHost):
             every[rows] = attended
             return every
 
-        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
-        after = self._host.run_around(index, positions, hidden, residual if index else None, attend_all)
+        after = self._host.run_around(index, positions, *entering(index, states), attend_all)
         return states[:0] if after is None else torch.stack(after, dim=1)[rows]
 
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:

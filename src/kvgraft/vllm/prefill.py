@@ -14,6 +14,7 @@ from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.layers import embed, entering
 
 ALIGN_TOKENS = 4096  # copied at a time, so that aligning needs little memory
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
@@ -64,8 +65,7 @@ class VllmPrefill(PagedPrefill):
         self._counts = torch.zeros(0, dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
-        states = self._host.embed(self._token_ids[where].to(self._host.device))
-        return Hidden(torch.stack((states, torch.zeros_like(states)), dim=1), where)
+        return Hidden(embed(self._host, self._token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
         if not self.plan.graft_targets.numel():
@@ -88,7 +88,7 @@ class VllmPrefill(PagedPrefill):
                 self._forget_metadata()
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
-                before = self._inputs(index, hidden.states[chunk.rows])
+                before = entering(index, hidden.states[chunk.rows])
                 after = self._host.run_layer(index, chunk.metadata, chunk.slots, chunk.positions, *before)
                 states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
                 queries.append(after[2])
@@ -100,7 +100,7 @@ class VllmPrefill(PagedPrefill):
         queries = []
         for chunk in self._chunks_of(hidden.where):
             with self._timed("select"):
-                before = self._inputs(index, hidden.states[chunk.rows])
+                before = entering(index, hidden.states[chunk.rows])
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
         self._query = (index, hidden.where, torch.cat(queries))
 
@@ -113,11 +113,6 @@ class VllmPrefill(PagedPrefill):
 
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[1]
-
-    def _inputs(self, index: int, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Copies, since vLLM's fused norms write to what they are given; the first layer has no residual yet."""
-        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
-        return hidden, residual if index else None
 
     def _chunks_of(self, where: Tensor) -> list[Chunk]:
         if self._where is None or not self._where.equal(where):

@@ -1,7 +1,6 @@
 """Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each step of vLLM."""
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,7 +12,6 @@ from kvgraft.kv.cache import slots_of
 from kvgraft.prefill.context import Hidden, Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.prefill.documents.partial import PartialPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.layers import VllmLayers
@@ -92,14 +90,10 @@ class Batch:
     def _keep(self, policy: KeepsDocuments, job: Job) -> Outcome:
         """One prompt of which a part is kept."""
         slots = slots_of(job.blocks.tolist(), job.plan.block_size).to(self._host.device)
-        tokens, started = torch.from_numpy(job.token_ids), time.perf_counter()
         layers = VllmLayers(self._host, slots, self._spend)
+        room = policy.num_kept([len(span) for span in job.documents]) + int(job.plan.fresh.sum())
         try:
-            layout, _ = self._library.place(layers, job.token_ids, job.documents, job.scope, policy.blocks)
-            read = time.perf_counter() - started
-            room = policy.num_kept(layout.lengths) + int(job.plan.fresh.sum())
-            ctx = PartialPrefill(layers, job.plan, tokens, layout, room, self._library.stable_layers)
-            policy.keep(ctx)
+            ctx, *_ = self._library.keep(layers, policy, job.plan, job.token_ids, job.documents, job.scope)
             if ctx.num_kept != room:
                 raise ValueError(f"{policy} has kept {ctx.num_kept} tokens where {room} were announced")
             layers.close_up(room, job.plan.num_tokens - room)
@@ -107,8 +101,7 @@ class Batch:
             logger.exception("keeping documents failed: the prompt is computed in full")
             return Outcome("error")
         share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
-        stages = {"read": read, **ctx.stages}
-        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, stages)
+        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, dict(ctx.stages))
 
     def _recover(self) -> None:
         """Jobs whose grafts are in the pool."""

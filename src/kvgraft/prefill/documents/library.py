@@ -1,13 +1,18 @@
 """The documents that a host has read on their own, for policies that keep a part of them."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvgraft.kv.documents import Blocks, Document, DocumentStore
+from kvgraft.prefill.context import Hidden
 from kvgraft.prefill.documents.context import Layout, Placed
-from kvgraft.prefill.documents.partial import LayerHost
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
 from kvgraft.prefill.documents.reading import read_document
+from kvgraft.prefill.plan import Plan
 
 
 class Library:
@@ -32,6 +37,26 @@ class Library:
         if remember:
             self.store.put(tokens, scope, blocks, document)
         return document, True
+
+    def keep(
+        self,
+        host: LayerHost,
+        policy: KeepsDocuments,
+        plan: Plan,
+        tokens: np.ndarray,
+        documents: Sequence[range],
+        scope: bytes,
+        *,
+        remember: bool = True,
+    ) -> tuple[PartialPrefill, Hidden, int]:
+        """Prefill a prompt int64 [T] of which the policy keeps a part: what was done, the question's last states, and
+        how many documents had to be read first."""
+        started = time.perf_counter()
+        layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, remember=remember)
+        room = policy.num_kept(layout.lengths) + int(plan.fresh.sum())
+        ctx = PartialPrefill(host, plan, torch.from_numpy(tokens), layout, room, self.stable_layers)
+        ctx.stages["read"] = time.perf_counter() - started
+        return ctx, policy.keep(ctx), num_read
 
     def place(
         self,

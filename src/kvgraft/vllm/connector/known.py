@@ -6,7 +6,7 @@ import numpy as np
 
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.segments.index import Lineage, VirtualBlockIndex
+from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import Control
@@ -46,13 +46,7 @@ class KnownText:
             return kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self.index.match(
-            tokens,
-            tracked.scope,
-            free=free,
-            allow_approximate=self.approximate_sources,
-            require_clean_context=self.require_clean_context,
-        )
+        matches = self._match(tracked, tokens, free)
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
         if not plan.graft_targets.numel():
             return None
@@ -62,12 +56,7 @@ class KnownText:
     def documents(self, tracked: Tracked) -> tuple[range, ...]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
         tokens = np.array(tracked.token_ids[:-1], np.int64)
-        matches = self.index.match(
-            tokens,
-            tracked.scope,
-            allow_approximate=self.approximate_sources,
-            require_clean_context=self.require_clean_context,
-        )
+        matches = self._match(tracked, tokens)
         spans = (range(match.start, match.start + match.length) for match in matches)
         return tuple(span for span in spans if len(span) >= self._shortest)
 
@@ -128,6 +117,15 @@ class KnownText:
         for entry in self.frozen.list():
             self.frozen.delete(entry.name, entry.namespace)
         return True
+
+    def _match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
+        return self.index.match(
+            tokens,
+            tracked.scope,
+            free=free,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
 
     def _name(
         self,

@@ -105,7 +105,7 @@ class SchedulerSide:
         self._offer_running()
         tracked.documents = self.known.documents(tracked)
         tokens, lengths = tracked.token_ids, [len(span) for span in tracked.documents]
-        if sum(lengths) < self.settings.min_graft_share * len(tokens):
+        if not self._is_worthwhile(sum(lengths), len(tokens)):
             tracked.refusal = "too_little_known" if lengths else "no_known_text"
             return
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
@@ -191,7 +191,7 @@ class SchedulerSide:
         candidate = self.known.find(tracked, num_prefix)
         if candidate is None:
             return "no_known_text", None
-        if not self._is_worthwhile(candidate):
+        if not self._is_worthwhile(int(candidate.plan.grafted.sum()), candidate.plan.num_tokens - num_prefix):
             return "too_little_known", None
         self.known.pin(candidate)
         hits = tracked.request.block_hashes[: num_prefix // self._block_size]
@@ -207,10 +207,8 @@ class SchedulerSide:
         """Whether blocks will come free without this request's doing."""
         return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
 
-    def _is_worthwhile(self, candidate: Candidate) -> bool:
+    def _is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
-        num_grafted = int(candidate.plan.grafted.sum())
-        num_active = candidate.plan.num_tokens - candidate.num_prefix
         return num_grafted >= max(self.settings.min_graft_tokens, self.settings.min_graft_share * num_active)
 
     def _start(self, tracked: Tracked, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
