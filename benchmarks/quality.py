@@ -43,9 +43,9 @@ SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, rec
     )
 )  # fmt: skip
 CONDENSE = (  # each of its parts changed
-    "condense", "condense:rounds=1", "condense:hops=0", "condense:halo=0", "condense:recomputed=anchors",
-    "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1", "condense:ratio=0.14",
-    "condense:ratio=0.2",
+    "condense", "condense:rounds=1", "condense:rounds=4", "condense:hops=0", "condense:skipped=0.0", "condense:halo=0",
+    "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1",
+    "condense:ratio=0.14", "condense:ratio=0.2",
 )  # fmt: skip
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.kv.documents import Document
 from kvgraft.kv.rope import rotate
+from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.segments.prompt import Part, Segment
@@ -151,7 +152,7 @@ class Watched(SamKV):
 
     seen: ClassVar[list[Any]] = []
 
-    def choose(self, ctx: Any) -> torch.Tensor:
+    def choose(self, ctx: DocumentContext) -> torch.Tensor:
         kept = super().choose(ctx)
         self.seen.append((ctx, kept))
         return kept
@@ -182,6 +183,26 @@ def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
     assert engine.memory.pool.num_used == num_pages
     engine.scheduler.abort([sequence])
     assert engine.memory.pool.num_used == 0
+
+
+class AsksTwice(Condense):
+    """Notes what the question's tokens look for, when all fresh tokens are computed and then when they alone are."""
+
+    seen: ClassVar[list[list[torch.Tensor]]] = []
+
+    def choose(self, ctx: DocumentContext) -> torch.Tensor:
+        fresh, question = ctx.plan.fresh, ctx.plan.question
+        ctx.retain(fresh.repeat(ctx.num_layers, 1))
+        for entering in (fresh, question):
+            asked = self.ask(ctx, ctx.layout.anchors, question, entering)
+            self.seen.append([ctx.query()[question[entering]] for _ in asked])
+        return super().choose(ctx)
+
+
+def test_a_question_asks_again_over_the_fresh_tokens_of_before(engine: Engine):
+    ask(engine, prompt_of([60, 60]), AsksTwice())
+    first, second = AsksTwice.seen
+    torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("policy", [SamKV(), Condense()], ids=str)

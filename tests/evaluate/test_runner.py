@@ -172,6 +172,11 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
     pictures = plots.write_plots(rows, tmp_path)
     assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
     pictures.append(plots.write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
+    less = [
+        msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"
+    ]
+    full = [row for row in rows if row.policy == "full"]
+    assert "quality_memory.png" in [path.name for path in plots.write_plots([*full, *less], tmp_path)]
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -62,6 +62,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("samkv:bias=no", "bias must be one of on, off, got 'no'"),
         ("condense:rounds=0", "rounds must be an integer of at least 1, got 0"),
         ("condense:hops=0.5", "hops must be an integer of at least 0, got 0.5"),
+        ("condense:skipped=1", "skipped must be less than 1: the attention of some layer has to count"),
         ("epic:tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:share=9", "share must be a share from 0 to 1, got 9"),

@@ -24,7 +24,8 @@ COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter t
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Quality against time and against work, and by task, length and pattern where there is more than one."""
+    """Quality against time and against work, against memory where policies differ in it, and by task, length and
+    pattern where there is more than one."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
     overall = summarise(rows, "all")
@@ -33,6 +34,8 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
             "ttft": _scatter(overall, colours, "speedup", "time to first token: full / policy"),
             "work": _scatter(overall, colours, "work", WORK),
         }
+        if len({round(summary.kv_mib, 1) for summary in overall}) > 1:
+            figures["memory"] = _scatter(overall, colours, "kv_mib", "most memory of keys and values, MiB")
         for name in ("task", "length", "pattern"):
             summaries = summarise(rows, name)
             if len({summary.group for summary in summaries}) > 1:

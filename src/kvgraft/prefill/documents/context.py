@@ -163,7 +163,8 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def retain(self, kept: Tensor) -> None:
-        """What stays in the cache: bool [L, T], as many tokens in each layer, among them all fresh ones. Called once.
+        """What stays in the cache: bool [L, T], as many tokens in each layer, among them all fresh ones. When it is
+        called again, tokens that had stayed before are as they were computed.
 
         Raises:
             ValueError: the layers differ in number, or it is more than the policy said that it keeps.

@@ -76,13 +76,14 @@ class KeepsDocuments(Policy):
             hidden = ctx.layer(index, hidden, sees=kept[index] | ctx.plan.fresh, writes=question, outputs=question)
         return hidden
 
-    def ask(self, ctx: DocumentContext, sees: Tensor, asking: Tensor) -> Iterator[int]:
-        """Prefill all fresh tokens over these tokens of documents bool [T], to see what the question looks for; yields
-        each layer when the queries of the tokens in `asking` bool [T] are there (section 3.1)."""
-        fresh = ctx.plan.fresh
-        hidden = ctx.embed(fresh | asking)
+    def ask(self, ctx: DocumentContext, sees: Tensor, asking: Tensor, entering: Tensor) -> Iterator[int]:
+        """Prefill the fresh tokens in `entering` bool [T] over these tokens of documents bool [T], to see what the
+        question looks for; yields each layer when the queries of the tokens in `asking` bool [T] are there (section
+        3.1)."""
+        hidden = ctx.embed(entering | asking)
         for index in range(ctx.num_layers):
-            hidden = ctx.layer(index, hidden, sees=sees | fresh, writes=fresh, outputs=fresh | asking)
+            seen = sees | ctx.plan.fresh
+            hidden = ctx.layer(index, hidden, sees=seen, writes=entering, outputs=entering | asking)
             yield index
 
     def _mend(self, ctx: DocumentContext, kept: Tensor) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -106,6 +107,7 @@ class PartialPrefill(DocumentContext):
             shifts[at.start : at.stop] = at.start
         self._turns = host.rope.table(shifts.to(host.device))
         self._kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
+        self._stage = "select"
         self._finite = torch.tensor(True, device=host.device)
         self._last: tuple[Tensor, Tensor, Scratch] | None = None  # tokens of the last layer, their queries, all keys
 
@@ -122,7 +124,7 @@ class PartialPrefill(DocumentContext):
     ) -> Hidden:
         if bool(((writes | outputs) & ~hidden.where).any()):
             raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
-        with self._timed("sparse" if self.num_kept else "select"):
+        with self._timed(self._stage):
             here = sees | writes | outputs
             scratch = Scratch(here, *self._gather(index, here))
             queries, states = [], []
@@ -186,6 +188,7 @@ class PartialPrefill(DocumentContext):
                 keys, values = self._gather(index, kept[index])
                 self._host.write(index, places, keys.transpose(0, 1), values.transpose(0, 1))
             self._kept = kept
+            self._stage = "sparse" if bool((kept & self.plan.grafted).any()) else "select"
 
     def computed(self) -> tuple[Tensor, Tensor]:
         """Keys and values [Hkv, n, d] of all that the last layer saw or wrote, in order."""
@@ -207,20 +210,25 @@ class PartialPrefill(DocumentContext):
         self.scratch_bytes = max(self.scratch_bytes, keys.nbytes + values.nbytes)
         rank, held = _rank(where), where & self._kept[index]
         missing = where & self.plan.grafted & ~held
-        for at in self.layout.placed:
-            tokens = missing[at.start : at.stop].nonzero()[:, 0]
-            if tokens.numel():
-                place = rank[at.start + tokens].to(device)
-                for pool, source in ((keys, at.document.keys), (values, at.document.values)):
-                    pool[:, place] = source[index][:, tokens].to(device)
         if missing.any():
-            turns = (part[where.to(device)] for part in self._turns)
-            keys = rotate(keys.transpose(0, 1), *turns).transpose(0, 1)
+            place, turns = rank[missing].to(device), (part[missing.to(device)] for part in self._turns)
+            aligned = rotate(self._cached("keys", index, missing).transpose(0, 1), *turns).transpose(0, 1)
+            keys.index_copy_(1, place, aligned)
+            values.index_copy_(1, place, self._cached("values", index, missing))
         if held.any():
             found = host.read(index, _rank(self._kept[index])[held].to(device))
             for pool, part in zip((keys, values), found, strict=True):
                 pool[:, rank[held].to(device)] = part.transpose(0, 1)
         return keys, values
+
+    def _cached(self, what: Literal["keys", "values"], index: int, where: Tensor) -> Tensor:
+        """Keys or values [Hkv, n, d] of tokens of documents, as these were read."""
+        found = []
+        for at in self.layout.placed:
+            tokens = where[at.start : at.stop].nonzero()[:, 0]
+            source: Tensor = getattr(at.document, what)[index]
+            found.append(source.index_select(1, tokens).to(self._host.device))
+        return torch.cat(found, dim=1)
 
     def _write(
         self, index: int, scratch: "Scratch", tokens: Tensor, writes: Tensor, new: Sequence[Tensor], fuses: bool

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
-from kvgraft.prefill.options import require_at_least
+from kvgraft.prefill.options import require_at_least, require_share
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Condense(KeepsDocuments):
 
     Ours; docs/results/samkv.md has the study. In each round the question asks over what is kept so far, and with it the
     tokens that were wanted most in the rounds before: so a fact is found that another one leads to. All layers keep the
-    same tokens.
+    same tokens, in whose choice the lowest layers have no say.
 
     Raises:
         ValueError: an option outside its range.
@@ -27,24 +27,31 @@ class Condense(KeepsDocuments):
 
     recomputed: Recomputed = "kept"
     halo: int = 1
-    rounds: int = 4  # that share the room evenly
+    rounds: int = 2  # that share the room evenly
     hops: int = 8  # tokens of documents that join the question after each round
+    skipped: float = 0.25  # share of the layers, from below, whose attention does not count
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("rounds", self.rounds, 1)
         require_at_least("hops", self.hops, 0)
+        require_share("skipped", self.skipped)
+        if self.skipped == 1:
+            raise ValueError("skipped must be less than 1: the attention of some layer has to count")
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Fills the room with the blocks that hold the tokens most attended to."""
-        layout, asking = ctx.layout, ctx.plan.question
+        layout, fresh, asking = ctx.layout, ctx.plan.fresh, ctx.plan.question
         kept = layout.anchors
         room = self.num_kept(layout.lengths) - int(kept.sum())
         middle = layout.is_middle.nonzero()[:, 0]
+        ctx.retain(fresh.repeat(ctx.num_layers, 1))  # after the first round only the question is computed anew
         for number in range(self.rounds if room else 0):
             wanted = torch.zeros(ctx.plan.num_tokens)
-            for index in self.ask(ctx, kept | layout.before(kept, self.halo), asking):
-                wanted = wanted.maximum(ctx.scores(index, asking, "max"))
+            entering = ctx.plan.question if number else fresh
+            for index in self.ask(ctx, kept | layout.before(kept, self.halo), asking, entering):
+                if index >= int(self.skipped * ctx.num_layers):
+                    wanted = wanted.maximum(ctx.scores(index, asking, "max"))
             best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]  # what was chosen stays
             ranking = middle[best.argsort(descending=True, stable=True)]
             kept = layout.anchors | layout.fill(ranking, room * (number + 1) // self.rounds)

@@ -51,9 +51,9 @@ class SamKV(KeepsDocuments):
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Sections 3.1 and 3.2."""
         layout, lengths = ctx.layout, ctx.layout.lengths
-        question = ctx.plan.question
-        rows = question[ctx.plan.fresh]
-        generic = [ctx.query()[rows].float().mean(0) for _ in self.ask(ctx, layout.anchors, question)]  # [Hq, d] each
+        fresh, question = ctx.plan.fresh, ctx.plan.question
+        asked = self.ask(ctx, layout.anchors, question, fresh)
+        generic = [ctx.query()[question[fresh]].float().mean(0) for _ in asked]  # [Hq, d] each
         kept = layout.anchors.repeat(ctx.num_layers, 1)
         if self.selection == "off" or not layout.is_middle.any():
             return kept
