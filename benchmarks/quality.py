@@ -43,7 +43,7 @@ SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, rec
     )
 )  # fmt: skip
 CONDENSE = (  # each of its parts changed
-    "condense", "condense:rounds=1", "condense:rounds=4", "condense:hops=0", "condense:skipped=0.0", "condense:halo=0",
+    "condense", "condense:rounds=1", "condense:rounds=2", "condense:hops=0", "condense:skipped=0.0", "condense:halo=0",
     "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1",
     "condense:ratio=0.14", "condense:ratio=0.2",
 )  # fmt: skip

@@ -27,7 +27,7 @@ class Condense(KeepsDocuments):
 
     recomputed: Recomputed = "kept"
     halo: int = 1
-    rounds: int = 2  # that share the room evenly
+    rounds: int = 4  # that share the room evenly
     hops: int = 8  # tokens of documents that join the question after each round
     skipped: float = 0.25  # share of the layers, from below, whose attention does not count
 
