@@ -1,0 +1,1 @@
+"""HOW a step attends: sparse attention in decode, as a program (Vortex)."""

@@ -1,0 +1,237 @@
+"""Runs the groups of a flow in batched torch: all sequences of a step at once, padded to the longest, and a chunk of
+blocks at a time where a group works block by block. Serves CPU, and CUDA without Triton."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvgraft.decode.flow import Flow, Program
+from kvgraft.decode.graph import Value
+from kvgraft.decode.operators import block_axis
+from kvgraft.decode.planner import Group, Template, size_of
+from kvgraft.decode.vtensor import Blocks
+
+Data = Any  # a tensor, or a number that stands for one
+CHUNK_BYTES = 1 << 20  # of what a group holds at a time: about what a core's cache does
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The sequences of a step, one for each KV head of each request.
+
+    Attributes:
+        rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
+        totals: int64 [S], blocks that hold tokens.
+        filled: int64 [S], those that are full: B. Only they have entries in the caches of a flow.
+    """
+
+    rows: Tensor
+    totals: Tensor
+    filled: Tensor
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """B of the longest."""
+        return int(self.filled.max())
+
+    @cached_property
+    def missing(self) -> Tensor | None:
+        """bool [S, B]: blocks that a sequence does not have; None if all have as many."""
+        if bool((self.filled == self.num_blocks).all()):
+            return None
+        return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
+
+
+def select(
+    program: Program, groups: Sequence[Group], query: Tensor, caches: Mapping[str, Tensor], batch: Batch
+) -> Tensor:
+    """The blocks that a flow chooses.
+
+    Args:
+        query: [S, g, d].
+        caches: by name [rows, ...]; those that the flow saves are changed.
+
+    Returns:
+        int64 [S, n], -1 for none; some may be those that are always attended to.
+    """
+    if not isinstance(program.selection, Value):
+        return _static(program.selection, batch)
+    run = _Run(program, query, caches, batch)
+    for group in groups:
+        if group.template is Template.SPECIAL:
+            run.special(group.values[0])
+        elif group.template is Template.QUERY:
+            run.query_group(group)
+        else:
+            run.chunks(group)
+    run.save()
+    return run.made[program.selection]
+
+
+class _Run:
+    def __init__(self, program: Program, query: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> None:
+        self.made: dict[Value, Tensor] = {}
+        self._program, self._query, self._caches, self._batch = program, query.float(), caches, batch
+        self._saves: list[tuple[str, Tensor]] = []
+
+    def query_group(self, group: Group) -> None:
+        """Values without blocks: once."""
+        for value in group.values:
+            self.made[value] = self._apply(value, [self._read(given) for given in value.inputs])
+
+    def chunks(self, group: Group) -> None:
+        """Values block by block: a chunk goes through all operators of the group."""
+        for rows, blocks in self._parts(group):
+            local: dict[Value, Data] = {}
+            for value in group.values:
+                inputs = [self._part(given, rows, blocks, local) for given in value.inputs]
+                local[value] = self._apply(value, inputs)
+            for value in group.outputs:
+                self._keep(value, local[value], rows, blocks)
+
+    def special(self, value: Value) -> None:
+        """A value that looks across blocks; those that are not there hold what it passes by."""
+        operator, batch, options = value.made_by, self._batch, dict(value.options)
+        if operator.name == "Save":
+            cache, new = value.inputs  # values: Save was refused otherwise
+            self.made[value] = self._read(new)
+            self._saves.append((str(getattr(cache, "name", "")), self.made[value]))
+            return
+        inputs = [self._read(given) for given in value.inputs]
+        if operator.selects and operator.name != "Union":
+            inputs, options["lengths"] = [self._eligible(inputs[0])], batch.filled
+        elif batch.missing is not None:
+            if operator.takes_lengths:
+                options["lengths"] = batch.filled
+            pairs = zip(inputs, value.inputs, strict=True)
+            inputs = [_filled(x, given, batch.missing, operator.neutral) for x, given in pairs]
+        self.made[value] = operator.run(*inputs, **options)
+
+    def save(self) -> None:
+        """Leave for the next step what was saved, of blocks that are there."""
+        batch = self._batch
+        there = slice(None) if batch.missing is None else ~batch.missing
+        rows = batch.rows[:, : batch.num_blocks][there].flatten()
+        for name, new in self._saves:
+            cache = self._caches[name]
+            cache[rows] = (
+                new.reshape(*new.shape[:2], *cache.shape[1:])[there].reshape(-1, *cache.shape[1:]).to(cache.dtype)
+            )
+
+    def _apply(self, value: Value, inputs: Sequence[Data]) -> Tensor:
+        return value.made_by.run(*inputs, **value.options)
+
+    def _read(self, given: Value | float) -> Data:
+        everything = slice(None), slice(0, self._batch.num_blocks)
+        return self._part(given, *everything, {})
+
+    def _part(self, given: Value | float, rows: slice, blocks: slice, local: Mapping[Value, Data]) -> Data:
+        """Of some sequences and blocks."""
+        if not isinstance(given, Value):
+            return given
+        if given in local:
+            return local[given]
+        if given in self.made:
+            part, axis = self.made[given][rows], block_axis(given.shape)
+            return part if axis is None else part.movedim(axis, 1)[:, blocks].movedim(1, axis)
+        if given.name == "q":
+            return self._query[rows]
+        cache, table = self._caches[given.name], self._batch.rows[rows, blocks]
+        found = cache.index_select(0, table.flatten())
+        return found.view(*table.shape, *cache.shape[1:]).float()
+
+    def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
+        """What a chunk has made of a value that others need."""
+        axis = block_axis(value.shape)
+        if value not in self.made:
+            shape = [self._batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape]
+            self.made[value] = part.new_empty(len(self._query), *shape[1:])
+        target = self.made[value][rows]
+        (target if axis is None else target.movedim(axis, 1)[:, blocks].movedim(1, axis)).copy_(part)
+
+    def _parts(self, group: Group) -> Iterator[tuple[slice, slice]]:
+        """Chunks of sequences and blocks that fit the cache."""
+        widest = max(size_of(value, 1) for value in group.values)
+        size = 4 * (widest + sum(size_of(value, 1) for value in group.inputs if block_axis(value.shape) is not None))
+        blocks = min(max(CHUNK_BYTES // size, 1), self._batch.num_blocks)
+        rows = max(CHUNK_BYTES // (size * blocks), 1)
+        for first in range(0, len(self._query), rows):
+            for start in range(0, self._batch.num_blocks, blocks):
+                yield slice(first, first + rows), slice(start, min(start + blocks, self._batch.num_blocks))
+
+    def _eligible(self, scores: Tensor) -> Tensor:
+        """Scores [S, B], minus infinity for the blocks that are attended to in any case."""
+        flow, flat = self._program.flow, scores.flatten(1).clone()
+        flat[:, : flow.FIRST] = -math.inf
+        here = torch.arange(flat.shape[1], device=flat.device)
+        return flat.masked_fill_(here >= (self._batch.totals - flow.LAST)[:, None], -math.inf)
+
+
+def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> Data:
+    """With `neutral` in the blocks that a sequence does not have."""
+    axis = block_axis(given.shape) if isinstance(given, Value) else None
+    if axis is None:
+        return x
+    return x.movedim(axis, 1).masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), neutral).movedim(1, axis)
+
+
+def _static(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
+    """Blocks that are the same for every query; those that a sequence does not have are none."""
+    filled = batch.filled[:, None]
+    fixed = torch.tensor(
+        [block if isinstance(block, int) else block.offset for block in selection], device=filled.device
+    )
+    from_end = torch.tensor([isinstance(block, Blocks) or block < 0 for block in selection], device=filled.device)
+    found = fixed + filled * from_end  # [S, n]
+    return found.masked_fill((found < 0) | (found >= filled), -1)
+
+
+def tables(selection: Tensor, totals: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+    """Block tables of what a flow chose and of what is attended to in any case.
+
+    Args:
+        selection: int64 [S, n], -1 for none.
+        totals: int64 [S], blocks that hold tokens.
+
+    Returns:
+        The blocks int64 [S, m], ascending, each once, then the last block again; and how many there are, int64 [S].
+    """
+    always = (*range(flow.FIRST), *range(-flow.LAST, 0))
+    fixed = torch.tensor(always, device=totals.device) + totals[:, None] * torch.tensor(
+        [at < 0 for at in always], device=totals.device
+    )
+    nothing = totals[:, None]  # sorts behind every block
+    every = torch.cat((fixed.clamp(min=0).minimum(nothing - 1), torch.where(selection < 0, nothing, selection)), dim=1)
+    every = every.sort(dim=1).values
+    again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
+    every = torch.where(again, nothing, every).sort(dim=1).values
+    return every.minimum(nothing - 1), (every < nothing).sum(1)
+
+
+def fill(program: Program, keys: Tensor, values: Tensor, caches: Mapping[str, Tensor], rows: Tensor) -> None:
+    """forward_cache for some blocks.
+
+    Args:
+        keys, values: [rows, b, d].
+        caches: by name [rows, ...]; changed.
+        rows: int64 [n].
+    """
+    entries = sum(size_of(value, 1) for value in program.cache) + keys[0].numel() + values[0].numel()
+    given = {"k": keys, "v": values, **caches}
+    for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
+        made: dict[Value | float, Tensor] = {}
+
+        def read(value: Value | float, part: Tensor = part, made: dict[Value | float, Tensor] = made) -> Data:
+            if not isinstance(value, Value):
+                return value
+            return made[value] if value in made else given[value.name][part].float()[None]
+
+        for value in program.cache:
+            made[value] = value.made_by.run(*map(read, value.inputs), **value.options)
+        for name, value in program.stores.items():
+            caches[name][part] = read(value).reshape(-1, *caches[name].shape[1:]).to(caches[name].dtype)

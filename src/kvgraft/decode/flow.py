@@ -1,0 +1,140 @@
+"""vFlow: a sparse attention as a Python class, written as if for one request (Vortex, section 3)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvgraft.decode.graph import Line, Value, tracing
+from kvgraft.decode.operators import Stage, describe, same_entries
+from kvgraft.decode.vtensor import Blocks, Shape
+
+Selection = Value | Sequence[int | Blocks]
+
+
+class Caches:
+    """What a stage of a flow sees by name: `k` and `v`, [1, B, b, d], and the flow's own caches, [1, B, ...].
+
+    forward_cache assigns to the flow's own; forward_indexer changes them by Save only.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], *, assigns: bool) -> None:
+        self._values = {name: Value(shape, Line.of_author(), name=name) for name, shape in shapes.items()}
+        self._assigns = assigns
+        self.assigned: dict[str, Value] = {}
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self._values:
+            raise Line.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
+        return self.assigned.get(name, self._values[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        line = Line.of_author()
+        if not self._assigns:
+            raise line.error(f"forward_indexer cannot assign to the cache {name!r}: use Save")
+        if name in ("k", "v"):
+            raise line.error(f"{name!r} is the model's: a flow cannot assign to it")
+        wanted = self._values[name].shape if name in self._values else self[name].shape
+        if not isinstance(value, Value) or not same_entries(value.shape, wanted):
+            given = describe(value.shape) if isinstance(value, Value) else repr(value)
+            raise line.error(f"the cache {name!r} was declared as {describe(wanted)}, not {given}")
+        self.assigned[name] = value
+
+
+@dataclass(frozen=True)
+class Flow(ABC):
+    """A sparse attention. The first block and the last two are always attended to; a flow chooses among the others.
+
+    Attributes:
+        name: what users call it.
+        k: blocks that it chooses, for each KV head.
+        layers_skip: layers that attend to everything.
+    """
+
+    name: ClassVar[str]
+    FIRST: ClassVar[int] = 1
+    LAST: ClassVar[int] = 2
+
+    k: int = 29
+    layers_skip: tuple[int, ...] = (0,)
+
+    def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
+        """Names of the flow's own caches, and the shape of what each holds for a block."""
+        return {}
+
+    def forward_cache(self, c: Caches) -> None:  # noqa: B027  # a flow without caches needs none
+        """Fill them for a block, whatever the query."""
+
+    @abstractmethod
+    def forward_indexer(self, q: Value, c: Caches) -> Selection:
+        """The blocks to attend to, for the queries q [1, g, d] of a KV head: a selection (`topK`), or, whatever the
+        query, numbers of blocks: below 0 from the end, or `c["k"].shape[1] - 1`, the last."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flow that has been traced for one geometry.
+
+    Attributes:
+        caches: the shape of what each cache of the flow holds for a block.
+        cache: values of forward_cache, and `stores`, what becomes of each cache.
+        indexer: values of forward_indexer, and `selection`, its result.
+        saved: caches that steps change.
+    """
+
+    flow: Flow
+    caches: Mapping[str, tuple[int, ...]]
+    cache: Sequence[Value]
+    stores: Mapping[str, Value]
+    indexer: Sequence[Value]
+    selection: Selection
+    saved: frozenset[str]
+
+
+def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
+    """What a flow computes, for blocks of so many tokens and `group` query heads to a KV head.
+
+    Raises:
+        FlowError: it cannot be right; nothing has run yet.
+    """
+    declared = {name: tuple(shape) for name, shape in flow.create_cache(block_size, head_dim).items()}
+    where = _line(flow, "create_cache")
+    for name, shape in declared.items():
+        if name in ("q", "k", "v") or not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+            raise where.error(
+                f"cache {name!r} of shape {shape}: sizes must be positive integers, and q, k, v are taken"
+            )
+    pool: dict[str, Shape] = {"k": (1, Blocks(), block_size, head_dim), "v": (1, Blocks(), block_size, head_dim)}
+    pool |= {name: (1, Blocks(), *shape) for name, shape in declared.items()}
+    with tracing(Stage.CACHE) as cached:
+        c = Caches(pool, assigns=True)
+        flow.forward_cache(c)
+    missing = declared.keys() - c.assigned.keys()
+    if missing:
+        raise _line(flow, "forward_cache").error(f"forward_cache assigns nothing to the cache {min(missing)!r}")
+    with tracing(Stage.INDEXER) as indexed:
+        query = Value((1, group, head_dim), _line(flow, "forward_indexer"), name="q")
+        selection = flow.forward_indexer(query, Caches(pool, assigns=False))
+    _check_selection(flow, selection)
+    saves = [value.inputs[0] for value in indexed.values if value.operator and value.operator.name == "Save"]
+    saved = frozenset(cache.name for cache in saves if isinstance(cache, Value))
+    return Program(flow, declared, cached.values, c.assigned, indexed.values, selection, saved)
+
+
+def _line(flow: Flow, method: str) -> Line:
+    """Where the author defines a method."""
+    code = getattr(type(flow), method).__code__
+    return Line(code.co_filename, code.co_firstlineno)
+
+
+def _check_selection(flow: Flow, selection: Selection) -> None:
+    if isinstance(selection, Value):
+        if not selection.selects:
+            raise selection.line.error(
+                "forward_indexer must end in a selection (topK, approxTopK, Union), not in scores"
+            )
+        return
+    if not isinstance(selection, list | tuple) or not all(isinstance(block, int | Blocks) for block in selection):
+        raise _line(flow, "forward_indexer").error(
+            f"forward_indexer must return a selection (topK, approxTopK, Union) or a list of blocks, got {selection!r}"
+        )

@@ -1,0 +1,25 @@
+"""H2O (Zhang et al., 2023), by blocks."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvgraft.decode.flow import Caches, Flow, Selection
+from kvgraft.decode.graph import Value
+from kvgraft.decode.ops import Add, CFill, GeMM, Load, Mean, Save, Softmax, Sum, topK
+
+
+@dataclass(frozen=True)
+class H2O(Flow):
+    """Heavy hitters: blocks by the attention that their mean key has received in all steps so far."""
+
+    name: ClassVar[str] = "h2o"
+
+    def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"centroids": (head_dim,), "acc": (1,)}
+
+    def forward_cache(self, c: Caches) -> None:
+        c["centroids"], c["acc"] = Mean(c["k"], dim=2), CFill(c["acc"])
+
+    def forward_indexer(self, q: Value, c: Caches) -> Selection:
+        received = Sum(Softmax(GeMM(c["centroids"], q.T), dim=1), dim=2)
+        return topK(Save(c["acc"], Add(Load(c["acc"]), received)), self.k)

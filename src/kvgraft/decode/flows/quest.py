@@ -1,0 +1,25 @@
+"""Quest (Tang et al., 2024)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvgraft.decode.flow import Caches, Flow, Selection
+from kvgraft.decode.graph import Value
+from kvgraft.decode.ops import Add, GeMM, Max, Min, Minimum, Relu, topK
+
+
+@dataclass(frozen=True)
+class Quest(Flow):
+    """Blocks by the most that the inner product with a key within the envelope of theirs can be."""
+
+    name: ClassVar[str] = "quest"
+
+    def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"low": (head_dim,), "high": (head_dim,)}
+
+    def forward_cache(self, c: Caches) -> None:
+        c["low"], c["high"] = Min(c["k"], dim=2), Max(c["k"], dim=2)
+
+    def forward_indexer(self, q: Value, c: Caches) -> Selection:
+        bound = Add(GeMM(c["high"], Relu(q).T), GeMM(c["low"], Minimum(q, 0.0).T))  # sum of max(q high, q low)
+        return topK(Max(bound, dim=2), self.k)

@@ -1,0 +1,90 @@
+"""From a traced flow to what a step executes: operators that share a template are computed together (Vortex, 5.1).
+
+Three templates. *Query*: without blocks, once for each sequence. *Chunk*: block by block, so that a chunk of blocks can
+go through all operators of a group while it is in the cache. *Special*: looks across blocks, one operator at a time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvgraft.decode.flow import Program
+from kvgraft.decode.graph import Value
+from kvgraft.decode.operators import block_axis
+
+
+class Template(Enum):
+    """How a group is executed."""
+
+    QUERY = "query"
+    CHUNK = "chunk"
+    SPECIAL = "special"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that are computed together.
+
+    Attributes:
+        values: in order.
+        inputs: what it reads: caches, the query, and what other groups leave.
+        outputs: of its values, what others need.
+    """
+
+    template: Template
+    values: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def bytes_moved(self, num_blocks: int, itemsize: int = 4) -> int:
+        """Of memory, for one sequence of so many blocks."""
+        return sum(size_of(value, num_blocks) for value in (*self.inputs, *self.outputs)) * itemsize
+
+
+def size_of(value: Value, num_blocks: int) -> int:
+    """Entries of a value for one sequence of so many blocks."""
+    return math.prod(size if isinstance(size, int) else num_blocks for size in value.shape)
+
+
+def template_of(value: Value) -> Template:
+    """Which one an operator needs."""
+    operator = value.made_by
+    shapes = [given.shape if isinstance(given, Value) else () for given in value.inputs]
+    if operator.selects or operator.name == "Save" or operator.crosses(*shapes, **value.options):
+        return Template.SPECIAL
+    return Template.QUERY if all(block_axis(shape) is None for shape in (value.shape, *shapes)) else Template.CHUNK
+
+
+def plan(program: Program) -> tuple[Group, ...]:
+    """The groups of forward_indexer, in order: each operator joins the earliest group of its template in which
+    everything that it needs is known."""
+    members: list[tuple[Template, list[Value]]] = []
+    made_in: dict[Value, int] = {}
+    for value in program.indexer:
+        template = template_of(value)
+        known = [made_in[given] for given in value.inputs if given in made_in]
+        first = max(known, default=0)
+        joinable = range(first, len(members)) if template is not Template.SPECIAL else ()
+        joined = next((number for number in joinable if members[number][0] is template), None)
+        if joined is None:
+            joined = len(members)
+            members.append((template, []))
+        members[joined][1].append(value)
+        made_in[value] = joined
+    return tuple(_group(template, values, program) for template, values in members)
+
+
+def unfused(program: Program) -> tuple[Group, ...]:
+    """As `plan`, each operator on its own."""
+    return tuple(_group(template_of(value), [value], program) for value in program.indexer)
+
+
+def _group(template: Template, values: Sequence[Value], program: Program) -> Group:
+    own = set(values)
+    needed = {given for value in program.indexer if value not in own for given in value.inputs} | {program.selection}
+    inputs = dict.fromkeys(
+        given for value in values for given in value.inputs if isinstance(given, Value) and given not in own
+    )
+    outputs = tuple(value for value in values if value in needed or value.made_by.name == "Save")
+    return Group(template, tuple(values), tuple(inputs), outputs)

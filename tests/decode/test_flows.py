@@ -1,0 +1,66 @@
+"""Each flow chooses what its paper says, for one request computed by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.flow import Flow, trace
+from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.planner import plan
+
+BLOCK, DIM, GROUP = 16, 8, 2
+
+
+class Request:
+    """A KV head's keys and values over some blocks, of which the last is being filled, and its caches."""
+
+    def __init__(self, flow: Flow, num_blocks: int, seed: int = 0) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.keys, self.values = torch.randn(2, num_blocks, BLOCK, DIM, generator=random)
+        self.program = trace(flow, BLOCK, DIM, GROUP)
+        self.caches = {name: torch.full((num_blocks, *shape), 9.0) for name, shape in self.program.caches.items()}
+        self.filled = num_blocks - 1
+        fill(self.program, self.keys, self.values, self.caches, torch.arange(self.filled))
+        self.batch = Batch(torch.arange(num_blocks)[None], torch.tensor([num_blocks]), torch.tensor([self.filled]))
+
+    def step(self, query: Tensor) -> set[int]:
+        """Blocks chosen for queries [g, d]."""
+        found = select(self.program, plan(self.program), query[None], self.caches, self.batch)[0]
+        return set(found[found >= 0].tolist())
+
+    def best(self, scores: Tensor, k: int) -> set[int]:
+        """Of [B], without the blocks that are attended to in any case."""
+        return set((scores[1 : self.filled - 1].topk(k).indices + 1).tolist())
+
+
+def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
+    if name == "block_topk":
+        return (keys.mean(1) @ query.T).amax(1)
+    if name == "quest":
+        high, low = keys.amax(1), keys.amin(1)  # [B, d]
+        return torch.stack([torch.maximum(q * high, q * low).sum(1) for q in query]).amax(0)
+    return (keys.mean(1) @ query.T).softmax(0).sum(1)
+
+
+@pytest.mark.parametrize("name", ["block_topk", "quest", "h2o"])
+def test_a_flow_chooses_the_best_blocks(name: str):
+    request = Request(FLOWS[name](k=3), 12)
+    query = torch.randn(GROUP, DIM)
+    assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
+
+
+def test_h2o_adds_up_over_steps():
+    request, total = Request(FLOWS["h2o"](k=2), 10), torch.zeros(9)
+    for query in torch.randn(4, GROUP, DIM):
+        total += scores("h2o", request.keys[:9], query)
+        assert request.step(query) == request.best(total, 2)
+        torch.testing.assert_close(request.caches["acc"][:9, 0], total)
+
+
+def test_streaming_has_the_last_blocks():
+    request: Any = Request(FLOWS["streaming"](k=4), 12)
+    assert request.step(torch.randn(GROUP, DIM)) == {7, 8, 9, 10}
+    assert Request(FLOWS["streaming"](k=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}
