@@ -164,7 +164,7 @@ def inspect(
     if as_json:
         print_json(found)
     else:
-        console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]")
+        console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

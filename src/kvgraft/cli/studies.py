@@ -77,7 +77,9 @@ def evaluate(
         print_json({name: results.summarise(rows, name) for name in results.GROUPINGS})
     else:
         console.print(results.render(rows))
-        console.print(f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]")
+        console.print(
+            f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]", soft_wrap=True
+        )
 
 
 @app.command()
@@ -174,7 +176,7 @@ def profile_heads(
         print_json(found)
     else:
         console.print(heads.render(found))
-        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]")
+        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 
 @app.command("profile-layers")
@@ -217,7 +219,7 @@ def profile_layers(
         print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in found.items()}})
     else:
         console.print(stability.render(found, profiled))
-        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]")
+        console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 
 def _split(text: str, separator: str) -> list[str]:
