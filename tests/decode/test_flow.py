@@ -74,6 +74,8 @@ def test_a_flow_is_traced():
             "forward_indexer cannot assign to the cache 'centroids': use Save",
         ),
         (lambda q, c: Save(c["centroids"], q), "Save: [1, 4, 64] cannot be left in a cache of [1, B, 64]"),
+        (lambda q, c: Save(Max(c["centroids"], 2), Max(c["centroids"], 2)), "Save works on a cache of the flow's own"),
+        (lambda q, c: Load(c["k"]), "Load works on a cache of the flow's own, and on nothing else"),
         (lambda q, c: "all", "must return a selection (topK, approxTopK, Union) or a list of blocks, got 'all'"),
     ],
 )

@@ -97,10 +97,9 @@ class _Run:
     def special(self, value: Value) -> None:
         """A value that looks across blocks; those that are not there hold what it passes by."""
         operator, batch, options = value.made_by, self._batch, dict(value.options)
-        if operator.name == "Save":
-            cache, new = value.inputs  # values: Save was refused otherwise
-            self.made[value] = self._read(new)
-            self._saves.append((str(getattr(cache, "name", "")), self.made[value]))
+        if value.saves_to:
+            self.made[value] = self._read(value.inputs[1])
+            self._saves.append((value.saves_to, self.made[value]))
             return
         inputs = [self._read(given) for given in value.inputs]
         if operator.selects and operator.name != "Union":
@@ -137,8 +136,7 @@ class _Run:
         if given in local:
             return local[given]
         if given in self.made:
-            part, axis = self.made[given][rows], block_axis(given.shape)
-            return part if axis is None else part.movedim(axis, 1)[:, blocks].movedim(1, axis)
+            return _cut(self.made[given][rows], given, blocks)
         if given.name == "q":
             return self._query[rows]
         cache, table = self._caches[given.name], self._batch.rows[rows, blocks]
@@ -147,12 +145,10 @@ class _Run:
 
     def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
         """What a chunk has made of a value that others need."""
-        axis = block_axis(value.shape)
         if value not in self.made:
             shape = [self._batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape]
             self.made[value] = part.new_empty(len(self._query), *shape[1:])
-        target = self.made[value][rows]
-        (target if axis is None else target.movedim(axis, 1)[:, blocks].movedim(1, axis)).copy_(part)
+        _cut(self.made[value][rows], value, blocks).copy_(part)
 
     def _parts(self, group: Group) -> Iterator[tuple[slice, slice]]:
         """Chunks of sequences and blocks that fit the cache."""
@@ -170,6 +166,12 @@ class _Run:
         flat[:, : flow.FIRST] = -math.inf
         here = torch.arange(flat.shape[1], device=flat.device)
         return flat.masked_fill_(here >= (self._batch.totals - flow.LAST)[:, None], -math.inf)
+
+
+def _cut(x: Tensor, value: Value, blocks: slice) -> Tensor:
+    """Some blocks of a value, in place."""
+    axis = block_axis(value.shape)
+    return x if axis is None else x.movedim(axis, 1)[:, blocks].movedim(1, axis)
 
 
 def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> Data:

@@ -24,9 +24,7 @@ class Caches:
         self.assigned: dict[str, Value] = {}
 
     def __getitem__(self, name: str) -> Value:
-        if name not in self._values:
-            raise Line.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
-        return self.assigned.get(name, self._values[name])
+        return self.assigned.get(name, self._given(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         line = Line.of_author()
@@ -34,11 +32,16 @@ class Caches:
             raise line.error(f"forward_indexer cannot assign to the cache {name!r}: use Save")
         if name in ("k", "v"):
             raise line.error(f"{name!r} is the model's: a flow cannot assign to it")
-        wanted = self._values[name].shape if name in self._values else self[name].shape
+        wanted = self._given(name).shape
         if not isinstance(value, Value) or not same_entries(value.shape, wanted):
             given = describe(value.shape) if isinstance(value, Value) else repr(value)
             raise line.error(f"the cache {name!r} was declared as {describe(wanted)}, not {given}")
         self.assigned[name] = value
+
+    def _given(self, name: str) -> Value:
+        if name not in self._values:
+            raise Line.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
+        return self._values[name]
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,7 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
         query = Value((1, group, head_dim), _line(flow, "forward_indexer"), name="q")
         selection = flow.forward_indexer(query, Caches(pool, assigns=False))
     _check_selection(flow, selection)
-    saves = [value.inputs[0] for value in indexed.values if value.operator and value.operator.name == "Save"]
-    saved = frozenset(cache.name for cache in saves if isinstance(cache, Value))
+    saved = frozenset(filter(None, (value.saves_to for value in indexed.values)))
     return Program(flow, declared, cached.values, c.assigned, indexed.values, selection, saved)
 
 

@@ -75,6 +75,12 @@ class Value:
         return self.operator
 
     @property
+    def saves_to(self) -> str:
+        """The cache that it changes; empty for none."""
+        cache = self.inputs[0] if self.operator is not None and self.operator.name == "Save" else None
+        return cache.name if isinstance(cache, Value) else ""
+
+    @property
     def selects(self) -> bool:
         """Whether it says which blocks to attend to."""
         return self.operator is not None and self.operator.selects
@@ -117,6 +123,8 @@ def record(operator: Operator, inputs: tuple[Value | float, ...], options: Mappi
     for given in inputs:
         if isinstance(given, Value) and given.selects and not operator.selects:
             raise line.error(f"{operator.name} cannot work on a selection of blocks: only Union can")
+    if operator.of_cache and (not isinstance(inputs[0], Value) or inputs[0].name in ("", "q", "k", "v")):
+        raise line.error(f"{operator.name} works on a cache of the flow's own, and on nothing else")
     shapes = [given.shape if isinstance(given, Value) else () for given in inputs]
     try:
         shape = operator.infer(*shapes, **options)

@@ -39,6 +39,7 @@ class Operator:
         crosses: shapes and options -> whether it looks across blocks.
         neutral: what padding must hold that it looks across.
         takes_lengths: `run` is given the option `lengths`, int64 [S], if the axis over blocks is padded.
+        of_cache: its first tensor must be a cache of the flow's own.
         selects: the result, int64 [S, n], says which blocks to attend to; -1 is none.
     """
 
@@ -49,6 +50,7 @@ class Operator:
     crosses: Callable[..., bool] = lambda *shapes, **options: False
     neutral: float = 0.0
     takes_lengths: bool = False
+    of_cache: bool = False
     selects: bool = False
 
 
@@ -302,8 +304,8 @@ OPERATORS = {
         Operator("MaskSlice", BOTH, _same, _mask_slice, _along, takes_lengths=True),
         Operator("Fill", CACHE, _same, lambda x, *, value: torch.full_like(x, value)),
         Operator("CFill", CACHE, _same, torch.zeros_like),
-        Operator("Load", INDEXER, _same, lambda x: x),
-        Operator("Save", INDEXER, _saved, lambda cache, x: x.reshape(cache.shape)),
+        Operator("Load", INDEXER, _same, lambda x: x, of_cache=True),
+        Operator("Save", INDEXER, _saved, lambda cache, x: x.reshape(cache.shape), of_cache=True),
         Operator("topK", INDEXER, _selection, _top, lambda *_, **__: True, takes_lengths=True, selects=True),
         Operator("Union", INDEXER, _union_shape, _union, selects=True),
     )

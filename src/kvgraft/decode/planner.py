@@ -51,7 +51,7 @@ def template_of(value: Value) -> Template:
     """Which one an operator needs."""
     operator = value.made_by
     shapes = [given.shape if isinstance(given, Value) else () for given in value.inputs]
-    if operator.selects or operator.name == "Save" or operator.crosses(*shapes, **value.options):
+    if operator.selects or value.saves_to or operator.crosses(*shapes, **value.options):
         return Template.SPECIAL
     return Template.QUERY if all(block_axis(shape) is None for shape in (value.shape, *shapes)) else Template.CHUNK
 
@@ -86,5 +86,5 @@ def _group(template: Template, values: Sequence[Value], program: Program) -> Gro
     inputs = dict.fromkeys(
         given for value in values for given in value.inputs if isinstance(given, Value) and given not in own
     )
-    outputs = tuple(value for value in values if value in needed or value.made_by.name == "Save")
+    outputs = tuple(value for value in values if value in needed or value.saves_to)
     return Group(template, tuple(values), tuple(inputs), outputs)

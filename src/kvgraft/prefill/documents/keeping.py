@@ -80,9 +80,8 @@ class KeepsDocuments(Policy):
         """Prefill the fresh tokens in `entering` bool [T] over these tokens of documents bool [T], to see what the
         question looks for; yields each layer when the queries of the tokens in `asking` bool [T] are there (section
         3.1)."""
-        hidden = ctx.embed(entering | asking)
+        hidden, seen = ctx.embed(entering | asking), sees | ctx.plan.fresh
         for index in range(ctx.num_layers):
-            seen = sees | ctx.plan.fresh
             hidden = ctx.layer(index, hidden, sees=seen, writes=entering, outputs=entering | asking)
             yield index
 
