@@ -7,6 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvgraft"
 LAYERS = [  # each may import what stands before it, and itself
+    {"methods"},
     {"kernels", "kv"},
     {"segments"},
     {"prefill", "decode"},

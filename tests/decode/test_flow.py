@@ -61,7 +61,7 @@ def test_a_flow_is_traced():
         (lambda q, c: GeMM(c["centroids"], q), "GeMM: [1, B, 64] and [1, 4, 64]: the last axis of one must be"),
         (lambda q, c: Max(GeMM(c["centroids"], q.T), 3), "Max: dim must be from 1 to 2 for [1, B, 4], got 3"),
         (lambda q, c: topK(GeMM(c["centroids"], q.T), 4), "topK: [1, B, 4] has not one score for each block"),
-        (lambda q, c: topK(Max(c["centroids"], 2), 2.5), "topK: k must be an integer of at least 0, got 2.5"),
+        (lambda q, c: topK(Max(c["centroids"], 2), 2.5), "topK: k must be an integer of at least 1, got 2.5"),
         (lambda q, c: Max(GeMM(c["centroids"], q.T), 2), "must end in a selection (topK, approxTopK, Union)"),
         (lambda q, c: Multiply(topK(Max(c["centroids"], 2), 2), 2.0), "Multiply cannot work on a selection"),
         (lambda q, c: Union(q, q), "Union: [1, 4, 64] and [1, 4, 64] are not both selections"),

@@ -23,8 +23,8 @@ class Request:
         self.program = trace(flow, BLOCK, DIM, GROUP)
         self.caches = {name: torch.full((num_blocks, *shape), 9.0) for name, shape in self.program.caches.items()}
         self.filled = num_blocks - 1
-        fill(self.program, self.keys, self.values, self.caches, torch.arange(self.filled))
-        self.batch = Batch(torch.arange(num_blocks)[None], torch.tensor([num_blocks]), torch.tensor([self.filled]))
+        fill(self.program, {"k": self.keys, "v": self.values, **self.caches}, torch.arange(self.filled))
+        self.batch = Batch(torch.arange(num_blocks)[None], torch.tensor([self.filled * BLOCK + 1]), BLOCK)
 
     def step(self, query: Tensor) -> set[int]:
         """Blocks chosen for queries [g, d]."""

@@ -20,6 +20,7 @@ from kvgraft.decode.operators import OPERATORS
 from kvgraft.decode.planner import plan, unfused
 from kvgraft.decode.vtensor import Layout, VTensor
 
+SIZE = 4  # tokens of a block
 # each case: the operator applied to tensors of a flow, and the same in PyTorch, on x, y [1, B, 4, 6] and q [1, 3, 6]
 Case = tuple[Callable[..., Any], Callable[..., Tensor]]
 CASES: dict[str, Case] = {
@@ -150,7 +151,7 @@ class Sequences:
         """All of them in a step; each has a block that is being filled."""
         width = int(self.lengths.max()) + 1
         rows = torch.tensor([[*rows, *[self.poison] * (width - len(rows))] for rows in self.rows])
-        return Batch(rows, self.lengths + 1, self.lengths)
+        return Batch(rows, self.lengths * SIZE + 1, SIZE)
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -193,7 +194,7 @@ def test_a_step_of_all_sequences_gives_each_its_own(case: str, fused: bool, leng
     assert bool((caches["out"][untouched] == 7).all())
 
 
-@given(lengths=lengths, seed=st.integers(0, 99), k=st.integers(0, 12), hidden=st.booleans())
+@given(lengths=lengths, seed=st.integers(0, 99), k=st.integers(1, 12), hidden=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
     lengths: list[int], seed: int, k: int, hidden: bool
@@ -205,20 +206,31 @@ def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
     caches = {"x": sequences.x, "y": sequences.y, "score": sequences.scores, "out": torch.zeros(len(sequences.x), 4, 1)}
     batch = sequences.batch()
     chosen = select(program, plan(program), sequences.query, caches, batch)
-    blocks, counts = tables(chosen, batch.totals, program.flow)
+    found, tokens = tables(chosen, batch, program.flow)
     for number, rows in enumerate(sequences.rows):
         total, scores = len(rows) + 1, sequences.scores[rows][:, 0]
         open_to_choice = [block for block in range(1, total - 2) if scores[block] > -math.inf]
         best = set(sorted(open_to_choice, key=lambda block: -scores[block])[:k])
         expected = sorted(best | {0} | {max(total - 2, 0), total - 1})
-        assert blocks[number, : counts[number]].tolist() == expected
-        assert bool((blocks[number, counts[number] :] == total - 1).all())
+        assert tokens[number] == (len(expected) - 1) * SIZE + 1
+        assert found[number, : len(expected)].tolist() == [[*rows, sequences.poison][block] for block in expected]
+        assert bool((found[number, len(expected) :] == sequences.poison).all())
 
 
 def test_every_operator_has_a_case():
-    tried = {case.split()[0] for case in CASES} | {"CFill", "Load", "Save", "topK"}
+    tried = {case.split()[0] for case in CASES} | {"CFill", "Load", "Save", "topK", "approxTopK"}
     elsewhere = {"Fill", "Union", *(name for name in OPERATORS if name.endswith("Interleave"))}
     assert tried | elsewhere == OPERATORS.keys()
+
+
+def test_approximate_topk_takes_as_many():
+    x = VTensor(torch.randn(300, 1), torch.tensor([0, 100, 300]))
+    for tolerance in (0.0, 0.5):
+        found = ops.approxTopK(x, 16, tolerance=tolerance)
+        for number in range(2):
+            own, best = (set(y.sequence(number)[0].tolist()) for y in (found, ops.topK(x, 16)))
+            assert len(own) == 16
+            assert len(own & best) >= 16 * (1 - tolerance)
 
 
 def test_union_has_each_block_once():

@@ -26,13 +26,22 @@ class Batch:
 
     Attributes:
         rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
-        totals: int64 [S], blocks that hold tokens.
-        filled: int64 [S], those that are full: B. Only they have entries in the caches of a flow.
+        tokens: int64 [S], of each sequence.
     """
 
     rows: Tensor
-    totals: Tensor
-    filled: Tensor
+    tokens: Tensor
+    block_size: int
+
+    @cached_property
+    def totals(self) -> Tensor:
+        """int64 [S], blocks that hold tokens."""
+        return -(-self.tokens // self.block_size)
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """int64 [S], those that are full: B. Only they have entries in the caches of a flow."""
+        return self.tokens // self.block_size
 
     @cached_property
     def num_blocks(self) -> int:
@@ -193,47 +202,45 @@ def _static(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
     return found.masked_fill((found < 0) | (found >= filled), -1)
 
 
-def tables(selection: Tensor, totals: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-    """Block tables of what a flow chose and of what is attended to in any case.
+def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]:
+    """Block tables of what a flow chose and of what is attended to in any case, as paged attention takes them.
 
     Args:
         selection: int64 [S, n], -1 for none.
-        totals: int64 [S], blocks that hold tokens.
 
     Returns:
-        The blocks int64 [S, m], ascending, each once, then the last block again; and how many there are, int64 [S].
+        The rows of the blocks int64 [S, m], in order, each once, then the last one again; and how many tokens they
+        hold, int64 [S].
     """
-    always = (*range(flow.FIRST), *range(-flow.LAST, 0))
-    fixed = torch.tensor(always, device=totals.device) + totals[:, None] * torch.tensor(
-        [at < 0 for at in always], device=totals.device
-    )
-    nothing = totals[:, None]  # sorts behind every block
-    every = torch.cat((fixed.clamp(min=0).minimum(nothing - 1), torch.where(selection < 0, nothing, selection)), dim=1)
-    every = every.sort(dim=1).values
+    behind, device = batch.totals[:, None], selection.device  # sorts behind every block
+    always = torch.tensor((*range(flow.FIRST), *range(-flow.LAST, 0)), device=device)
+    fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(behind - 1)
+    every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
-    every = torch.where(again, nothing, every).sort(dim=1).values
-    return every.minimum(nothing - 1), (every < nothing).sum(1)
+    every = torch.where(again, behind, every).sort(dim=1).values
+    unwritten = batch.totals * batch.block_size - batch.tokens
+    lengths = (every < behind).sum(1) * batch.block_size - unwritten
+    return batch.rows.gather(1, every.minimum(behind - 1)), lengths
 
 
-def fill(program: Program, keys: Tensor, values: Tensor, caches: Mapping[str, Tensor], rows: Tensor) -> None:
+def fill(program: Program, pool: Mapping[str, Tensor], rows: Tensor) -> None:
     """forward_cache for some blocks.
 
     Args:
-        keys, values: [rows, b, d].
-        caches: by name [rows, ...]; changed.
+        pool: by name [rows, ...], with k and v [rows, b, d]; the flow's own are changed.
         rows: int64 [n].
     """
-    entries = sum(size_of(value, 1) for value in program.cache) + keys[0].numel() + values[0].numel()
-    given = {"k": keys, "v": values, **caches}
+    entries = sum(size_of(value, 1) for value in program.cache) + pool["k"][0].numel() + pool["v"][0].numel()
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
         made: dict[Value | float, Tensor] = {}
 
         def read(value: Value | float, part: Tensor = part, made: dict[Value | float, Tensor] = made) -> Data:
             if not isinstance(value, Value):
                 return value
-            return made[value] if value in made else given[value.name][part].float()[None]
+            return made[value] if value in made else pool[value.name][part].float()[None]
 
         for value in program.cache:
             made[value] = value.made_by.run(*map(read, value.inputs), **value.options)
         for name, value in program.stores.items():
-            caches[name][part] = read(value).reshape(-1, *caches[name].shape[1:]).to(caches[name].dtype)
+            cache = pool[name]
+            cache[part] = read(value).reshape(-1, *cache.shape[1:]).to(cache.dtype)

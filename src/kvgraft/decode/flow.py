@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from kvgraft.decode.graph import Line, Value, tracing
 from kvgraft.decode.operators import Stage, describe, same_entries
@@ -51,7 +51,10 @@ class Flow(ABC):
     Attributes:
         name: what users call it.
         k: blocks that it chooses, for each KV head.
-        layers_skip: layers that attend to everything.
+        layers_skip: layers that attend to everything; also a layer, or "none".
+
+    Raises:
+        ValueError: an option out of range.
     """
 
     name: ClassVar[str]
@@ -60,6 +63,15 @@ class Flow(ABC):
 
     k: int = 29
     layers_skip: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        given: object = self.layers_skip
+        layers = () if given == "none" else (given,) if isinstance(given, int) else given
+        if not isinstance(layers, tuple) or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+            raise ValueError(f"layers_skip must be layers, such as 0 or 0+1, or none, got {given!r}")
+        object.__setattr__(self, "layers_skip", layers)
+        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
+            raise ValueError(f"k must be an integer of at least 1, got {self.k!r}")
 
     def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
         """Names of the flow's own caches, and the shape of what each holds for a block."""
@@ -86,12 +98,28 @@ class Program:
     """
 
     flow: Flow
+    block_size: int
     caches: Mapping[str, tuple[int, ...]]
     cache: Sequence[Value]
     stores: Mapping[str, Value]
     indexer: Sequence[Value]
     selection: Selection
     saved: frozenset[str]
+
+    @property
+    def most(self) -> int:
+        """Blocks that a step attends to at most; a sequence of no more is attended to as a whole."""
+        chosen = self.selection.shape[1] if isinstance(self.selection, Value) else len(self.selection)
+        return self.flow.FIRST + cast(int, chosen) + self.flow.LAST
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether steps change what later steps choose."""
+        return bool(self.saved)
+
+    def reaches(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens has blocks that can be left out."""
+        return -(-num_tokens // self.block_size) > self.most
 
 
 def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
@@ -120,7 +148,7 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
         selection = flow.forward_indexer(query, Caches(pool, assigns=False))
     _check_selection(flow, selection)
     saved = frozenset(filter(None, (value.saves_to for value in indexed.values)))
-    return Program(flow, declared, cached.values, c.assigned, indexed.values, selection, saved)
+    return Program(flow, block_size, declared, cached.values, c.assigned, indexed.values, selection, saved)
 
 
 def _line(flow: Flow, method: str) -> Line:

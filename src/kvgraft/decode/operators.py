@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.decode.vtensor import Blocks, Dim, Shape
+from kvgraft.kernels.dispatch import radix_topk
 
 
 class Stage(Enum):
@@ -179,9 +180,11 @@ def _saved(cache: Shape, x: Shape) -> Shape:
     return cache
 
 
-def _selection(shape: Shape, *, k: int, **_: Any) -> Shape:
-    if not isinstance(k, int) or k < 0:
-        raise ValueError(f"k must be an integer of at least 0, got {k!r}")
+def _selection(shape: Shape, *, k: int, tolerance: float | None = None) -> Shape:
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be an integer of at least 1, got {k!r}")
+    if tolerance is not None and (not isinstance(tolerance, int | float) or not 0 <= tolerance <= 1):
+        raise ValueError(f"tolerance must be a share from 0 to 1, got {tolerance!r}")
     if not any(isinstance(size, Blocks) for size in shape) or math.prod(x for x in shape if isinstance(x, int)) != 1:
         raise ValueError(f"{describe(shape)} has not one score for each block: reduce it to [1, B, 1]")
     return (1, k)
@@ -241,14 +244,13 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _top(scores: Tensor, *, k: int, lengths: Tensor | None = None, **_: Any) -> Tensor:
-    """int64 [S, k]; a block that is scored minus infinity is never chosen."""
+def _top(scores: Tensor, *, k: int, tolerance: float | None = None, lengths: Tensor | None = None) -> Tensor:
+    """int64 [S, k]; without a tolerance exact: on CPU nothing beats PyTorch's own."""
     flat = scores.flatten(1)
-    if lengths is not None:
-        missing = torch.arange(flat.shape[1], device=flat.device) >= lengths[:, None]
-        flat = flat.masked_fill(missing, -math.inf)
-    best, blocks = flat.topk(min(k, flat.shape[1]), dim=1)
-    return F.pad(blocks.masked_fill(best == -math.inf, -1), (0, k - blocks.shape[1]), value=-1)
+    if lengths is None:
+        lengths = torch.full((len(flat),), flat.shape[1], device=flat.device)
+    torchs = "reference" if tolerance is None and flat.device.type == "cpu" else None
+    return radix_topk(flat, lengths, k, tolerance or 0.0, implementation=torchs)
 
 
 def _union_shape(x: Shape, y: Shape) -> Shape:
@@ -306,7 +308,10 @@ OPERATORS = {
         Operator("CFill", CACHE, _same, torch.zeros_like),
         Operator("Load", INDEXER, _same, lambda x: x, of_cache=True),
         Operator("Save", INDEXER, _saved, lambda cache, x: x.reshape(cache.shape), of_cache=True),
-        Operator("topK", INDEXER, _selection, _top, lambda *_, **__: True, takes_lengths=True, selects=True),
+        *(
+            Operator(name, INDEXER, _selection, _top, lambda *_, **__: True, takes_lengths=True, selects=True)
+            for name in ("topK", "approxTopK")
+        ),
         Operator("Union", INDEXER, _union_shape, _union, selects=True),
     )
 }

@@ -226,9 +226,58 @@ def topK(scores: Operand, k: int) -> Operand:
     return apply("topK", scores, k=k)
 
 
+def approxTopK(scores: Operand, k: int, tolerance: float = 0.1) -> Operand:
+    """As topK, but of the k blocks this share may be any of those whose scores are near the k-th best (section 5.2)."""
+    return apply("approxTopK", scores, k=k, tolerance=tolerance)
+
+
 def Union(x: Operand, y: Operand) -> Operand:
     """The blocks of two selections, each once."""
     return apply("Union", x, y)
 
 
 TopK = topK
+__all__ = [
+    "Abs",
+    "Add",
+    "Add_Mul",
+    "CFill",
+    "Conv1d",
+    "Exp",
+    "Fill",
+    "GeMM",
+    "Kron",
+    "L2Norm",
+    "L2NormInterleave",
+    "Load",
+    "Log",
+    "MaskSlice",
+    "Max",
+    "MaxInterleave",
+    "Maximum",
+    "Mean",
+    "MeanInterleave",
+    "Min",
+    "MinInterleave",
+    "Minimum",
+    "Multiply",
+    "Normalize",
+    "Relu",
+    "Reshape",
+    "Save",
+    "Sigmoid",
+    "Silu",
+    "Softmax",
+    "Sum",
+    "TopK",
+    "Transpose",
+    "Union",
+    "WhereEq",
+    "WhereGe",
+    "WhereGt",
+    "WhereLe",
+    "WhereLt",
+    "WhereNe",
+    "approxTopK",
+    "topK",
+]

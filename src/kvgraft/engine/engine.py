@@ -1,11 +1,14 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 
 import torch
 
+from kvgraft.decode.flow import Flow
+from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.decoder import DTYPES, Decoder, check_device
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
@@ -43,6 +46,8 @@ class Engine:
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
+        flow: likewise, how decode steps attend (`quest`, `quest:k=64`, `my.py`, a `Flow`); None is dense. The caches of
+            a flow come on top of the KV pool.
         max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
         head_map: classes of the KV heads, for policies that work head by head: a map, or the path of one; None takes
             `heads.json` of the model directory, if there is one (`kvgraft profile-heads` makes it).
@@ -75,6 +80,7 @@ class Engine:
         num_pages: int | None = None,
         max_length: int | None = None,
         policy: str | Policy = DEFAULT_POLICY,
+        flow: str | Flow | None = None,
         max_prefill_tokens: int = 8192,
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
@@ -131,6 +137,7 @@ class Engine:
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
+        self.flow = self._as_flow(flow)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
@@ -285,12 +292,19 @@ class Engine:
             tokenised = self._tokenise(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
+            flow = self.flow if request.flow is None else self._as_flow(request.flow)
+            most = len(tokenised.token_ids) - 1
+            if not 0 <= request.decoded_tail <= most:
+                raise ValueError(f"decoded_tail must be from 0 to {most} for this prompt, got {request.decoded_tail}")
         except (ValueError, TypeError) as error:
             raise RequestError(f"request {index}: {error}") from error
-        sampling = request.sampling
-        text = IncrementalText(self.tokenizer, sampling.stop)
+        text = IncrementalText(self.tokenizer, request.sampling.stop)
         tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
-        sequence = Sequence(index, request, policy, tokens, scope, Sampler(sampling), text)
+        start = len(tokens) - request.decoded_tail
+        sampler, tail = Sampler(request.sampling), deque(tokens[start:])
+        sequence = Sequence(index, request, policy, tokens[:start], scope, sampler, text, flow, forced=tail)
+        if flow is not None:
+            sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
         if isinstance(policy, KeepsDocuments):
             self._place_documents(sequence, policy, tokenised)
         return sequence
@@ -311,6 +325,18 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _as_flow(self, flow: str | Flow | None) -> Flow | None:
+        """A flow that this model's decode steps can follow; raises ValueError as `parse_flow` and `trace`."""
+        found = parse_flow(flow) if isinstance(flow, str) else flow
+        if found is None:
+            return None
+        if self.memory.cache.layout.num_local_lists:
+            raise ValueError(
+                f"flow {found.name!r} and head_paging exclude each other: local heads keep no blocks to choose"
+            )
+        self.scheduler.flows.program(found)
+        return found
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)

@@ -124,6 +124,8 @@ class Known:
 
         A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
         """
+        if not sequence.shares_prefix:
+            return {}
         chain = chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
         found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
         return {block: page for block, page in found if page is not None}

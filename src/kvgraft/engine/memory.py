@@ -122,6 +122,7 @@ class Memory:
         if sequence.lists is not None:
             self.pool.release(sequence.lists.held)
         sequence.lists, sequence.num_computed, sequence.num_offered, sequence.last_entry = None, 0, 0, -1
+        sequence.num_indexed = 0
 
     def _num_missing(self, sequence: Sequence, reuse: Reuse) -> int:
         """Pages to be allocated."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvgraft.decode.flow import Flow
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.report import PrefillReport
@@ -27,6 +28,10 @@ class Request:
         namespace: isolation key; content cached under another one is never found.
         remember: False leaves nothing of this request behind for later ones to reuse.
         return_logits: keep the float32 logits of the first token in the result.
+        flow: how decode steps attend: `quest`, `quest:k=64`, `my.py`, or a `Flow`; `dense` to all; None is the
+            engine's own.
+        decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
+            under the flow.
     """
 
     prompt: str | Sequence[Part] | Sequence[int]
@@ -35,6 +40,8 @@ class Request:
     namespace: str = "default"
     remember: bool = True
     return_logits: bool = False
+    flow: str | Flow | None = None
+    decoded_tail: int = 0
 
 
 @dataclass

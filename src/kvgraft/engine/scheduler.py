@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.engine.decode import decode
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.engine.request import Report
 from kvgraft.engine.sequence import Sequence
-from kvgraft.kernels.dispatch import segpaged_attention
-from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.engine.sparse import SparseDecode
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
@@ -39,6 +39,7 @@ class Scheduler:
         self.memory = memory
         self.library = library
         self.head_map = head_map
+        self.flows = SparseDecode(memory.cache, decoder.config.num_heads // decoder.config.num_kv_heads)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -201,23 +202,10 @@ class Scheduler:
         return ctx, hidden
 
     def _decode(self, sequences: list[Sequence]) -> None:
-        decoder, cache = self.decoder, self.memory.cache
         for sequence in sequences:
             self.memory.reach(sequence, np.array([sequence.num_computed]))
-        tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=decoder.device)
-        positions = [torch.tensor([sequence.num_computed]) for sequence in sequences]
-        slots = [sequence.pages.slots for sequence in sequences]
-        layout = AttentionLayout.of(positions, slots, cache.layout.sinks, cache.layout.window)
-        dropped = torch.tensor([sequence.num_dropped for sequence in sequences], device=decoder.device)
-        cos, sin = decoder.config.rope.table(layout.query_positions + dropped)
-        hidden = decoder.embed(tokens)  # [b, D]
-        for layer, heads in enumerate(cache.layout.layers):
-            query, keys, values = decoder.project(layer, hidden, cos, sin)
-            cache.write(layer, layout.query_slots, keys, values)
-            scale = decoder.config.head_dim**-0.5
-            attended = segpaged_attention(query, cache.keys, cache.values, heads, layout, scale)
-            hidden = decoder.feed_forward(layer, decoder.add_attention(layer, hidden, attended.flatten(1)))
-        for sequence, row in zip(sequences, decoder.logits(hidden), strict=True):
+        logits = decode(self.decoder, self.memory.cache, self.flows, sequences)
+        for sequence, row in zip(sequences, logits, strict=True):
             sequence.num_computed += 1
             self._accept(sequence, row)
 

@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 from torch import Tensor
 
+from kvgraft.decode.flow import Flow
 from kvgraft.engine.request import Event, Report, Request, Result
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.text import IncrementalText
@@ -27,10 +28,14 @@ class Sequence:
         scope: digest that isolates everything it may reuse or leave behind (model and namespace).
         source: number of this token sequence as a source of segments.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
+        flow: how its decode steps attend; None is dense.
+        shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
+        forced: the end of the prompt, which is decoded token by token.
         documents: stretches of the prompt of which a part is kept, if its policy does that.
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
             together there, so that token t of the answer lies at t - num_dropped.
         plan: how its prompt is obtained.
+        num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
         first_approximate: position from which its KV may differ from full recomputation.
         num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
@@ -43,6 +48,9 @@ class Sequence:
     scope: bytes
     sampler: Sampler
     text: IncrementalText
+    flow: Flow | None = None
+    shares_prefix: bool = True
+    forced: deque[int] = field(default_factory=deque)
     documents: tuple[range, ...] = ()
     num_dropped: int = 0
     source: int = field(default_factory=_sources.__next__)
@@ -51,6 +59,7 @@ class Sequence:
     events: deque[Event] = field(default_factory=deque)
     lists: PageLists | None = None
     plan: Plan | None = None
+    num_indexed: int = 0
     num_computed: int = 0
     first_approximate: int = 0
     num_offered: int = 0
@@ -60,7 +69,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.report.prompt_tokens = self.num_prompt
+        self.report.prompt_tokens = self.num_prompt + len(self.forced)
         self.report.policy = self.policy.name
 
     @property
@@ -85,7 +94,7 @@ class Sequence:
     @property
     def num_reserved(self) -> int:
         """Places for KV that it may ever need; the last generated token's is never needed."""
-        return self.num_prompt - self.num_dropped + self.request.sampling.max_tokens - 1
+        return self.num_prompt + len(self.forced) - self.num_dropped + self.request.sampling.max_tokens - 1
 
     @property
     def first_token_pending(self) -> bool:
@@ -93,7 +102,12 @@ class Sequence:
         return len(self.tokens) == self.num_prompt
 
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
-        """Take the next token, emit its text, and finish when an end is reached."""
+        """Take the next token, emit its text, and finish when an end is reached; of a prompt that is not read to its
+        end, take the prompt's next token."""
+        if self.forced:
+            self.tokens.append(self.forced.popleft())
+            self.num_prompt += 1
+            return
         if self.first_token_pending:
             self.report.ttft_s = time.perf_counter() - self.submitted_at
             self.first_logits = logits.float().cpu() if self.request.return_logits else None

@@ -14,6 +14,8 @@ from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
     "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
+    "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
+    "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,6 +141,71 @@ def attention_mass(
     if reduction not in ("sum", "max"):
         raise ValueError(f"reduction must be sum or max, got {reduction!r}")
     return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale, reduction)
+
+
+def block_sparse_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """Attention of one query token a sequence to some of its blocks, each KV head a sequence with a table of its own.
+
+    What a paged decode kernel does for one KV head: any that takes tables and lengths can serve in its place.
+
+    Args:
+        query: [S, g, d], the queries of a KV head.
+        keys: [pages, b, d]; values: [pages, b, dv].
+        tables: int64 [S, m], pages of the blocks, the one that is not full last; any page behind it.
+        lengths: int64 [S], at least 1: tokens in these blocks.
+        scale: of the logits, usually d ** -0.5.
+        implementation: reference | cpu | triton; by default the device decides.
+
+    Returns:
+        [S, g, dv] in the dtype of `query`.
+    """
+    run = kernel("block_sparse_attention", keys.device.type, implementation)
+    attended: Tensor = run(query, keys, values, tables, lengths, scale)
+    return attended
+
+
+def radix_topk(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    tolerance: float = 0.0,
+    *,
+    remap: bool = True,
+    implementation: str | None = None,
+) -> Tensor:
+    """The k best columns of each row (Vortex, section 5.2): histograms of digits narrow down where the k-th best is.
+
+    Args:
+        scores: float32 [S, n]; columns that are scored minus infinity are never chosen.
+        lengths: int64 [S], columns that each row has.
+        k: at least 1.
+        tolerance: share of k that may be taken at random from the bin of the k-th best: then the bin is not refined.
+            0 is exact, 1 looks at one digit.
+        remap: the first digit is of where the score lies between the least and the greatest, so that bins hold about
+            as many as they do elsewhere, whatever the distribution; else of its bits (section 11.2).
+        implementation: reference | cpu | triton; by default the device decides. The reference is always exact.
+
+    Returns:
+        int64 [S, k], in no order, -1 at the end where a row has less.
+
+    Raises:
+        ValueError: a k or a tolerance out of range.
+    """
+    if k < 1 or not 0.0 <= tolerance <= 1.0:
+        raise ValueError(f"k must be at least 1 and tolerance a share from 0 to 1, got {k} and {tolerance}")
+    if not scores.numel():
+        return torch.full((len(scores), k), -1, device=scores.device)
+    found: Tensor = kernel("radix_topk", scores.device.type, implementation)(scores, lengths, k, tolerance, remap)
+    return found
 
 
 def _check_pool(keys: Tensor, values: Tensor, layers: range) -> None:

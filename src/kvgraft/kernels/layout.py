@@ -194,6 +194,13 @@ class AttentionLayout:
         pairs = zip(positions, slots, strict=True)
         return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window)
 
+    @memoised
+    def part(self, contexts: tuple[int, ...]) -> "AttentionLayout":
+        """The queries of some prompts."""
+        if len(contexts) == len(self.contexts):
+            return self
+        return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window)
+
     @property
     def decodes(self) -> bool:
         """Whether every prompt has one query."""

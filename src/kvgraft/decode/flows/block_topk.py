@@ -1,18 +1,12 @@
 """Block top-k (Vortex, section 3.1, Equations 1 to 4)."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kvgraft.decode.flow import Caches, Flow, Selection
-from kvgraft.decode.graph import Value
-from kvgraft.decode.ops import GeMM, Max, Mean, topK
+from kvgraft.decode import Caches, Flow, GeMM, Max, Mean, Selection, Value, topK
 
 
-@dataclass(frozen=True)
 class BlockTopK(Flow):
     """Blocks by the inner product of a query and their mean key, the best of the group's queries."""
 
-    name: ClassVar[str] = "block_topk"
+    name = "block_topk"
 
     def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         return {"centroids": (head_dim,)}

@@ -1,18 +1,12 @@
 """H2O (Zhang et al., 2023), by blocks."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kvgraft.decode.flow import Caches, Flow, Selection
-from kvgraft.decode.graph import Value
-from kvgraft.decode.ops import Add, CFill, GeMM, Load, Mean, Save, Softmax, Sum, topK
+from kvgraft.decode import Add, Caches, CFill, Flow, GeMM, Load, Mean, Save, Selection, Softmax, Sum, Value, topK
 
 
-@dataclass(frozen=True)
 class H2O(Flow):
     """Heavy hitters: blocks by the attention that their mean key has received in all steps so far."""
 
-    name: ClassVar[str] = "h2o"
+    name = "h2o"
 
     def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         return {"centroids": (head_dim,), "acc": (1,)}

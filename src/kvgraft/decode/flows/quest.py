@@ -1,18 +1,12 @@
 """Quest (Tang et al., 2024)."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kvgraft.decode.flow import Caches, Flow, Selection
-from kvgraft.decode.graph import Value
-from kvgraft.decode.ops import Add, GeMM, Max, Min, Minimum, Relu, topK
+from kvgraft.decode import Add, Caches, Flow, GeMM, Max, Min, Minimum, Relu, Selection, Value, topK
 
 
-@dataclass(frozen=True)
 class Quest(Flow):
     """Blocks by the most that the inner product with a key within the envelope of theirs can be."""
 
-    name: ClassVar[str] = "quest"
+    name = "quest"
 
     def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         return {"low": (head_dim,), "high": (head_dim,)}

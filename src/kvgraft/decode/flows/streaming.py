@@ -1,17 +1,12 @@
 """StreamingLLM (Xiao et al., 2023), by blocks."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kvgraft.decode.flow import Caches, Flow, Selection
-from kvgraft.decode.graph import Value
+from kvgraft.decode import Caches, Flow, Selection, Value
 
 
-@dataclass(frozen=True)
 class Streaming(Flow):
     """The last k blocks, whatever the query; the first, which holds the sinks, is always attended to."""
 
-    name: ClassVar[str] = "streaming"
+    name = "streaming"
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         num_blocks = c["k"].shape[1]

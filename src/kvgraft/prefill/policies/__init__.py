@@ -1,9 +1,9 @@
 """The methods by name. A new policy is one file and one line here."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+from kvgraft.methods import make, parse
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies.cacheblend import CacheBlend
 from kvgraft.prefill.policies.condense import Condense
@@ -24,39 +24,13 @@ DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/qua
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """A policy from its name and options.
-
-    Raises:
-        ValueError: an unknown name or option (the message lists the known ones), or a value out of range.
-    """
-    if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}: choose from {', '.join(sorted(POLICIES))}")
-    known = [field.name for field in fields(POLICIES[name])]
-    for option in options or {}:
-        if option not in known:
-            raise ValueError(f"policy {name!r} has no option {option!r}: it has {', '.join(known) or 'none'}")
-    return POLICIES[name](**(options or {}))
+    """A policy from its name and options; ValueError as `methods.make`."""
+    return make("policy", POLICIES, name, options or {})
 
 
 def parse_policy(text: str) -> Policy:
     """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share, `2` count)."""
-    name, _, rest = text.partition(":")
-    options = {}
-    for item in filter(None, rest.split(",")):
-        option, _, value = item.partition("=")
-        if not value:
-            raise ValueError(f"policy option {item!r} is not option=value")
-        options[option.strip()] = _parse_value(value.strip())
-    return make_policy(name.strip(), options)
-
-
-def _parse_value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return make_policy(*parse("policy", text))
 
 
 __all__ = [

@@ -1,0 +1,63 @@
+"""What a host holds of a flow: its program for the model's geometry and its caches beside the paged pool."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvgraft.decode.executor import Batch, fill, select, tables
+from kvgraft.decode.flow import Program
+from kvgraft.decode.planner import plan
+from kvgraft.kernels.dispatch import block_sparse_attention
+
+
+class Indexer:
+    """A flow over a paged pool of keys and values [rows, b, d], a row being a page of one KV head of one layer.
+
+    The caches of the flow have a row for each of these rows: whoever owns a page owns what they hold of it. They are
+    filled by `fill` when a page has become full, or when a host cannot know what they hold. What steps change (`Save`)
+    begins anew then, and pages that hold any cannot be shared by requests (`Program.is_stateful`).
+
+    Args:
+        like: of the dtype and the device that the caches shall have.
+    """
+
+    def __init__(self, program: Program, num_rows: int, like: Tensor) -> None:
+        self.program = program
+        self.groups = plan(program)
+        self.caches = {
+            name: torch.empty(
+                num_rows,
+                *shape,
+                dtype=torch.float32 if name in program.saved else like.dtype,  # small steps add up
+                device=like.device,
+            )
+            for name, shape in program.caches.items()
+        }
+
+    def at(self, rows: slice, keys: Tensor, values: Tensor) -> "LayerIndexer":
+        """Of one layer, whose pages these rows are: keys, values [rows, b, d]."""
+        return LayerIndexer(self, {"k": keys, "v": values, **{name: x[rows] for name, x in self.caches.items()}})
+
+
+class LayerIndexer:
+    """The part of an `Indexer` that one layer has."""
+
+    def __init__(self, indexer: Indexer, pool: Mapping[str, Tensor]) -> None:
+        self._indexer = indexer
+        self._pool = pool
+
+    def fill(self, rows: Tensor) -> None:
+        """Pages int64 [n] have become full."""
+        if rows.numel():
+            fill(self._indexer.program, self._pool, rows)
+
+    def choose(self, query: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for any paged decode."""
+        chosen = select(self._indexer.program, self._indexer.groups, query, self._pool, batch)
+        return tables(chosen, batch, self._indexer.program.flow)
+
+    def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
+        """[S, g, d] -> [S, g, d]."""
+        found = self.choose(query, batch)
+        return block_sparse_attention(query, self._pool["k"], self._pool["v"], *found, scale)

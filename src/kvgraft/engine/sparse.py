@@ -1,0 +1,98 @@
+"""Flows on the native engine's pool: which sequences of a step attend sparsely, and to what."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.decode.executor import Batch
+from kvgraft.decode.flow import Flow, Program, trace
+from kvgraft.decode.indexer import Indexer, LayerIndexer
+from kvgraft.engine.sequence import Sequence
+from kvgraft.kv.cache import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class SparseStep:
+    """Sequences of one flow in a decode step.
+
+    Attributes:
+        rows: their numbers in the step.
+        batch: one row for each of their KV heads, of a layer's pages.
+        full: int64 [n], pages of a layer that are full from this step on.
+    """
+
+    indexer: Indexer
+    rows: Tensor
+    batch: Batch
+    full: Tensor
+
+    def attend(self, query: Tensor, layer: LayerIndexer, scale: float) -> Tensor:
+        """Queries [r, Hq, d] of the rows -> [r, Hq, d]."""
+        layer.fill(self.full)
+        by_head = query.unflatten(1, (len(self.batch.rows) // len(query), -1)).flatten(0, 1)  # [r * Hkv, g, d]
+        return layer.attend(by_head, self.batch, scale).view(query.shape)
+
+
+class SparseDecode:
+    """The flows of all running sequences. Their caches are made when they are first needed, filled anew for every
+    sequence, and dropped when another flow needs its own and no sequence uses them.
+
+    Args:
+        group: query heads of a KV head.
+    """
+
+    def __init__(self, cache: KVCache, group: int) -> None:
+        self._cache = cache
+        self._group = group
+        self._programs: dict[Flow, Program] = {}
+        self._indexers: dict[Flow, Indexer] = {}
+
+    def program(self, flow: Flow) -> Program:
+        """The flow, traced for this model; raises FlowError if it cannot be right."""
+        if flow not in self._programs:
+            self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
+        return self._programs[flow]
+
+    def plan(self, sequences: Items[Sequence]) -> list[SparseStep]:
+        """What a step that computes the next token of each can do sparsely. KV after such a step is approximate."""
+        found: dict[Flow, list[int]] = {}
+        for number, sequence in enumerate(sequences):
+            flow = sequence.flow
+            if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
+                found.setdefault(flow, []).append(number)
+                sequence.first_approximate = min(sequence.first_approximate, sequence.num_computed)
+        for flow in found.keys() - self._indexers.keys():
+            used = {sequence.flow for sequence in sequences}
+            self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
+            num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
+            self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
+        return [self._step(flow, rows, [sequences[row] for row in rows]) for flow, rows in found.items()]
+
+    def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
+        """A layer's part of the pool."""
+        streams = self._cache.layout.layers[layer].whole[0].streams
+        size, num_pages = self._cache.block_size, self._cache.keys.shape[1] // self._cache.block_size
+        keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
+        return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
+
+    def _step(self, flow: Flow, rows: list[int], sequences: Items[Sequence]) -> SparseStep:
+        size, device = self._cache.block_size, self._cache.keys.device
+        tokens = [sequence.num_computed + 1 for sequence in sequences]
+        longest = -(-max(tokens) // size)
+        tables = np.zeros((len(rows), longest), np.int64)
+        full: list[np.ndarray] = []
+        for table, count, sequence in zip(tables, tokens, sequences, strict=True):
+            pages = sequence.pages.pages[0]
+            table[: min(longest, pages.size)] = pages[:longest]
+            full.append(pages[sequence.num_indexed : count // size])
+            sequence.num_indexed = count // size
+        layer = self._cache.layout.layers[0]
+        num_pages = self._cache.keys.shape[1] // size
+        heads = torch.arange(len(layer.streams), device=device)[:, None] * num_pages  # [Hkv, 1]
+        by_head = (torch.from_numpy(tables).to(device)[:, None] + heads).flatten(0, 1)
+        batch = Batch(by_head, torch.tensor(tokens, device=device).repeat_interleave(len(heads)), size)
+        fresh = (torch.from_numpy(np.concatenate(full)).to(device) + heads).flatten()
+        return SparseStep(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)

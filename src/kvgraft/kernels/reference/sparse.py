@@ -1,0 +1,15 @@
+"""Block-sparse decode attention in plain torch: the truth."""
+
+import torch
+from torch import Tensor
+
+
+def block_sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """See `kvgraft.kernels.dispatch.block_sparse_attention`; one sequence at a time, in float32."""
+    attended = []
+    for own, table, length in zip(query, tables, lengths.tolist(), strict=True):
+        their_keys, their_values = (pool[table].flatten(0, 1)[:length].float() for pool in (keys, values))
+        attended.append((own.float() @ their_keys.T * scale).softmax(-1) @ their_values)
+    return torch.stack(attended).to(query.dtype)

@@ -1,0 +1,105 @@
+"""Radix top-k, one program a row: histograms narrow the threshold down, one more pass writes what lies above it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+
+
+def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
+    """See `kvgraft.kernels.dispatch.radix_topk`; in order of the columns."""
+    scores = scores.float().contiguous()
+    found = torch.full((len(scores), k), -1, dtype=torch.int64, device=scores.device)
+    _radix[(len(scores),)](
+        scores, lengths, found, scores.shape[1], k, int(tolerance * k), REMAP=remap, TILE=TILE, num_warps=8
+    )
+    return found
+
+
+@triton.jit
+def _load(scores, start, length, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns, scores, and which of them are there."""
+    column = start + tl.arange(0, TILE)
+    score = tl.load(scores + column, mask=column < length, other=float("-inf"))
+    return column, score, score > float("-inf")
+
+
+@triton.jit
+def _key(score):  # type: ignore[no-untyped-def]
+    """uint32 that ascends as the scores do."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 from 0 to 255, a first digit that spreads the scores evenly between the least and the greatest."""
+    if REMAP:
+        spread = (score - least) * scale
+        return tl.where(spread == spread, tl.minimum(tl.maximum(spread, 0.0), 255.0), 0.0).to(tl.int32)
+    return tl.zeros_like(score).to(tl.int32)
+
+
+@triton.jit
+def _radix(  # type: ignore[no-untyped-def]
+    scores, lengths, found, num_columns, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * num_columns
+    length = tl.minimum(tl.load(lengths + row), num_columns).to(tl.int32)
+    least = float("inf")
+    most = float("-inf")
+    size = 0
+    for start in range(0, length, TILE):
+        _, score, there = _load(scores, start, length, TILE)
+        least = tl.minimum(least, tl.min(tl.where(there, score, float("inf")), 0))
+        most = tl.maximum(most, tl.max(score, 0))
+        size += tl.sum(there.to(tl.int32), 0)
+    scale = 255.0 / tl.maximum(most - least, 1.1754944e-38)
+    missing = tl.minimum(size, k)
+    shift = 32  # bits of the key below those that `prefix` fixes
+    prefix = tl.zeros([], tl.uint32)
+    first = 0  # the bin of the threshold
+    digit = tl.arange(0, 256)
+    for turn in tl.static_range(0 if REMAP else 1, 5):
+        if (turn == 0) | ((missing > tolerated) & (missing < size)) | ((turn == 1) & (not REMAP)):
+            counts = tl.zeros([256], tl.int32)
+            for start in range(0, length, TILE):
+                _, score, there = _load(scores, start, length, TILE)
+                spread = _bin(score, least, scale, REMAP)
+                if turn == 0:
+                    value = spread
+                    member = there
+                else:
+                    key = _key(score)
+                    value = ((key >> (32 - 8 * turn)) & 255).to(tl.int32)
+                    member = there & (spread == first)
+                    if turn > 1:
+                        member = member & ((key >> (40 - 8 * turn)) == prefix)
+                counts += tl.histogram(value, 256, mask=member)
+            from_top = tl.cumsum(counts, 0, reverse=True)
+            threshold = tl.sum((from_top >= tl.maximum(missing, 1)).to(tl.int32), 0) - 1
+            missing -= tl.sum(tl.where(digit > threshold, counts, 0), 0)
+            size = tl.sum(tl.where(digit == threshold, counts, 0), 0)
+            if turn == 0:
+                first = threshold
+            else:
+                shift = 32 - 8 * turn
+                prefix = (prefix << 8) | threshold.to(tl.uint32)
+
+    written = 0
+    seen = 0
+    for start in range(0, length, TILE):
+        column, score, there = _load(scores, start, length, TILE)
+        spread = _bin(score, least, scale, REMAP)
+        top = (_key(score).to(tl.uint64) >> shift).to(tl.uint32)
+        equal = there & (spread == first) & (top == prefix)
+        rank = (seen + tl.cumsum(equal.to(tl.int32), 0)).to(tl.int64)
+        sampled = rank * missing // tl.maximum(size, 1) > (rank - 1) * missing // tl.maximum(size, 1)
+        chosen = there & ((spread > first) | ((spread == first) & (top > prefix)) | (equal & sampled))
+        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(found + row * k + place, column.to(tl.int64), mask=chosen & (place < k))
+        written += tl.sum(chosen.to(tl.int32), 0)
+        seen += tl.sum(equal.to(tl.int32), 0)

@@ -1,0 +1,165 @@
+"""Decode steps under flows: dense where nothing can be left out, exact with all blocks, right in whatever company."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft import Engine, Request, RequestError, SamplingParams
+from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.flows.block_topk import BlockTopK
+from models import VOCAB_SIZE
+
+LENGTHS = (40, 150, 400, 90)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
+
+
+def request(count: int, flow: str = "dense", seed: int = 0, **fields: object) -> Request:
+    return Request(tokens(count, seed), "full", SamplingParams(24, ignore_eos=True), flow=flow, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shared(model_dirs: dict[str, Path]) -> Engine:
+    return Engine(model_dirs["llama"], dtype="float32", block_size=8, poison_dropped_pages=True)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Engine:
+    shared.clear_cache()
+    yield shared  # type: ignore[misc]
+    shared.check()
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
+    dense = engine.generate([request(count, seed=count) for count in LENGTHS])
+    sparse = engine.generate([request(count, f"{flow}:k=60,layers_skip=none", count) for count in LENGTHS])
+    assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_company_changes_nothing(engine: Engine, flow: str):
+    requests = [request(count, f"{flow}:k=3", count, decoded_tail=20, remember=False) for count in LENGTHS]
+    requests += [request(200), request(200, "quest:k=5")]
+    together = [result.token_ids for result in engine.generate(requests)]
+    assert together == [engine.generate([one])[0].token_ids for one in requests]
+
+
+def test_less_is_attended_to(engine: Engine):
+    dense, sparse = (engine.generate([request(400, flow)])[0] for flow in ("dense", "streaming:k=1"))
+    assert dense.token_ids != sparse.token_ids
+    short = [engine.generate([request(30, flow)])[0].token_ids for flow in ("dense", "streaming:k=4")]
+    assert short[0] == short[1]  # 54 tokens at the end: all blocks are attended to
+
+
+def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The attention of a step is that of the tokens in the blocks that the keys in the pool make the best."""
+    seen = []
+    from kvgraft.decode import indexer
+
+    def spy(query, keys, values, tables, lengths, scale):  # type: ignore[no-untyped-def]
+        [sequence] = engine.scheduler.running
+        seen.append((query, keys, tables, lengths, torch.from_numpy(sequence.pages.pages[0])))
+        return indexer_attention(query, keys, values, tables, lengths, scale)
+
+    indexer_attention = indexer.block_sparse_attention
+    monkeypatch.setattr(indexer, "block_sparse_attention", spy)
+    engine.generate([Request(tokens(201), "full", SamplingParams(2, ignore_eos=True), flow="block_topk:k=2")])
+    assert len(seen) == 2  # layers, of which the first is dense
+    query, keys, tables, lengths, pages = seen[0]
+    assert lengths.tolist() == [4 * 8 + 2, 4 * 8 + 2]  # first, two best, the last two: of 202 tokens the last holds two
+    num_pages = len(keys) // 2
+    for head in range(2):
+        blocks = pages[:26] + head * num_pages
+        score = (keys[blocks[:25]].mean(1) @ query[head].T).amax(1)
+        best = score[1:24].topk(2).indices.sort().values + 1
+        assert tables[head].tolist() == [blocks[0], *blocks[best].tolist(), *blocks[24:].tolist()]
+
+
+def test_the_tail_of_a_prompt_is_decoded(engine: Engine):
+    whole = engine.generate([request(300, return_logits=True)])[0]
+    tail = engine.generate([request(300, decoded_tail=40, return_logits=True, remember=False)])[0]
+    assert tail.token_ids == whole.token_ids
+    torch.testing.assert_close(tail.first_logits, whole.first_logits, atol=1e-4, rtol=1e-4)
+    assert tail.report.prompt_tokens == 300
+
+
+def test_what_follows_a_sparse_step_is_never_an_exact_hit(engine: Engine):
+    for flow, found in ("streaming:k=1", 200), ("dense", 216):
+        engine.clear_cache()
+        answer = engine.generate([request(200, flow)])[0].token_ids
+        again = Request([*tokens(200), *answer], "full", SamplingParams(1))
+        assert engine.generate([again])[0].report.prefix_tokens == found
+
+
+def test_a_flow_with_state_shares_no_prefix_but_takes_grafts(engine: Engine):
+    alone = [engine.generate([request(200, "h2o:k=2", remember=False)])[0].token_ids for _ in range(2)]
+    assert alone[0] == alone[1]
+    both = engine.generate([request(200, "h2o:k=2"), request(200, "h2o:k=2")])
+    assert [result.token_ids for result in both] == alone
+    late = engine.generate([request(200, "h2o:k=2"), request(200, "quest:k=2")])
+    assert [result.report.prefix_tokens for result in late] == [0, 192]
+    assert late[0].token_ids == alone[0]
+    copied = engine.generate([Request(tokens(200), "naive", SamplingParams(24, ignore_eos=True), flow="h2o:k=2")])[0]
+    assert copied.report.grafted_tokens >= 192
+    assert copied.token_ids == alone[0]
+
+
+def test_a_full_pool_lets_sparse_requests_wait(model_dirs: dict[str, Path]):
+    small = Engine(model_dirs["llama"], dtype="float32", block_size=8, num_pages=60, poison_dropped_pages=True)
+    requests = [request(count, f"{flow}:k=3", count) for count, flow in zip((200, 300, 250), FLOWS, strict=False)]
+    together = [result.token_ids for result in small.generate(requests)]
+    small.clear_cache()
+    assert together == [small.generate([one])[0].token_ids for one in requests]
+    small.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"flow": "quest3"}, "unknown flow 'quest3': choose from block_topk"),
+        ({"flow": "quest:r=1"}, "flow 'quest' has no option 'r': it has k, layers_skip"),
+        ({"flow": "quest:k=0"}, "k must be an integer of at least 1, got 0"),
+        ({"flow": "quest:layers_skip=x"}, "layers_skip must be layers, such as 0 or 0[+]1, or none, got 'x'"),
+        ({"flow": "dense:k=1"}, "flow 'dense' has no options"),
+        ({"flow": "nothing.py"}, "there is no file of flows nothing.py"),
+        ({"decoded_tail": 40}, "decoded_tail must be from 0 to 39 for this prompt, got 40"),
+    ],
+)
+def test_bad_flows_are_refused(engine: Engine, fields: dict[str, object], error: str):
+    with pytest.raises((RequestError, FileNotFoundError), match=error):
+        engine.generate([request(40, **fields)])  # type: ignore[arg-type]
+
+
+def test_a_flow_of_a_file(engine: Engine, tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from kvgraft.decode import Flow, GeMM, Max, Mean, topK\n\n\n"
+        "class Mine(Flow):\n    name = 'mine'\n\n"
+        "    def create_cache(self, block_size, head_dim):\n        return {'centroids': (head_dim,)}\n\n"
+        "    def forward_cache(self, c):\n        c['centroids'] = Mean(c['k'], dim=2)\n\n"
+        "    def forward_indexer(self, q, c):\n"
+        "        return topK(Max(GeMM(c['centroids'], q.T), dim=2), self.k)\n"
+    )
+    theirs, ours = (engine.generate([request(300, f"{flow}:k=4")])[0].token_ids for flow in (path, "block_topk"))
+    assert theirs == ours
+    path.write_text(path.read_text().replace("GeMM(c['centroids'], q.T)", "GeMM(c['centroid'], q.T)"))
+    with pytest.raises(RequestError, match=r"mine.py:14: there is no cache 'centroid': choose from k, v, centroids"):
+        engine.generate([request(300, str(path))])
+    path.write_text(path.read_text() + path.read_text().replace("Mine", "Other").replace("mine", "other"))
+    with pytest.raises(RequestError, match=r"several flows: choose one of .*mine.py@mine, .*mine.py@other"):
+        engine.generate([request(300, str(path))])
+
+
+def test_the_engine_has_a_flow_of_its_own(model_dirs: dict[str, Path]):
+    mine = Engine(model_dirs["llama"], dtype="float32", block_size=8, flow=BlockTopK(k=2))
+    one, dense = request(300), request(300)
+    one = Request(one.prompt, "full", one.sampling)
+    named = Request(one.prompt, "full", one.sampling, flow="block_topk:k=2")
+    found = [result.token_ids for result in mine.generate([one, named, dense])]
+    assert found[0] == found[1] != found[2]

@@ -1,0 +1,81 @@
+from importlib.util import find_spec
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvgraft.kernels.dispatch import block_sparse_attention, radix_topk
+
+IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
+NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "dim", "value_dim"), [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32)])
+@pytest.mark.parametrize("lengths", [[1], [16, 16], [5, 17, 160, 33], [160] * 3])
+def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_dim, lengths):
+    torch.manual_seed(len(lengths))
+    tables = torch.randperm(NUM_PAGES).view(-1, 10)[: len(lengths)]
+    keys = torch.full((NUM_PAGES, SIZE, dim), float("nan"), dtype=dtype)  # where nobody wrote
+    values = keys[..., :value_dim] if value_dim < dim else keys.clone()
+    for table, length in zip(tables, lengths, strict=True):
+        slots = (table[:, None] * SIZE + torch.arange(SIZE)).flatten()[:length]
+        if value_dim == dim:
+            values.view(-1, dim)[slots] = torch.randn(length, dim).to(dtype)
+        keys.view(-1, dim)[slots] = torch.randn(length, dim).to(dtype)
+    query = torch.randn(len(lengths), group, dim).to(dtype)
+    arguments = (query, keys, values, tables, torch.tensor(lengths), dim**-0.5)
+    wanted = block_sparse_attention(*arguments, implementation="reference")
+    found = block_sparse_attention(*arguments, implementation=implementation)
+    assert wanted.shape == (len(lengths), group, value_dim)
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found, wanted, atol=2e-5 if dtype is torch.float32 else 2e-2, rtol=1e-5)
+
+
+def best(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> list[list[float]]:
+    """The scores that are chosen, in order."""
+    found = radix_topk(scores, lengths, k, implementation="reference")
+    return [sorted(row[own[own >= 0]].tolist()) for row, own in zip(scores, found, strict=True)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("remap", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_exact_radix_topk_is_topk_as_a_set(implementation, remap, data):
+    rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 70))
+    some = st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([0.0, 1.0, -1.0, -float("inf")]))
+    scores = torch.tensor(data.draw(st.lists(st.lists(some, min_size=columns, max_size=columns), min_size=rows,
+                                             max_size=rows)))  # fmt: skip
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows)))
+    k = data.draw(st.integers(1, 80))
+    found = radix_topk(scores, lengths, k, remap=remap, implementation=implementation)
+    assert found.shape == (rows, k)
+    for row, own, length, wanted in zip(scores, found, lengths, best(scores, lengths, k), strict=True):
+        own = own[own >= 0]
+        assert own.unique().numel() == own.numel() == len(wanted)
+        assert own.numel() == 0 or own.max() < length
+        assert sorted(row[own].tolist()) == wanted
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("remap", [False, True])
+def test_lossy_radix_topk_misses_no_more_than_it_may(implementation, remap):
+    scores, k, tolerance = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1)), 64, 0.25
+    lengths = torch.tensor([3000, 2500, 1500, 700, 100, 40])
+    found = radix_topk(scores, lengths, k, tolerance, remap=remap, implementation=implementation)
+    for row, own, length in zip(scores, found, lengths.tolist(), strict=True):
+        wanted = set(row[:length].topk(min(k, length)).indices.tolist())
+        own = set(own[own >= 0].tolist())
+        assert len(own) == len(wanted)
+        assert len(own & wanted) >= (1 - tolerance) * len(wanted)
+    once = radix_topk(scores, lengths, k, 1.0, remap=remap, implementation=implementation)
+    assert [len(set(row[row >= 0].tolist())) for row in once] == [64] * 5 + [40]
+
+
+def test_bad_options_of_topk():
+    with pytest.raises(ValueError, match="tolerance a share from 0 to 1, got 3 and 2"):
+        radix_topk(torch.zeros(1, 1), torch.ones(1), 3, 2)
+    assert radix_topk(torch.zeros(2, 0), torch.zeros(2), 3).tolist() == [[-1] * 3] * 2
