@@ -1,5 +1,7 @@
 """Each flow chooses what its paper says, for one request computed by hand."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,14 +44,37 @@ def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
     if name == "quest":
         high, low = keys.amax(1), keys.amin(1)  # [B, d]
         return torch.stack([torch.maximum(q * high, q * low).sum(1) for q in query]).amax(0)
+    if name == "double_sparse":
+        weight = query.mean(0).abs()
+        return (keys @ (query * (weight > weight.mean())).T).amax((1, 2))
+    if name == "nsa_block_topk":
+        logits = keys.unflatten(1, (2, -1)).mean(2) @ query.T * DIM**-0.5  # [B, 2, g]
+        return logits.flatten(0, 1).softmax(0).view(logits.shape).sum((1, 2))
     return (keys.mean(1) @ query.T).softmax(0).sum(1)
 
 
-@pytest.mark.parametrize("name", ["block_topk", "quest", "h2o"])
+@pytest.mark.parametrize("name", ["block_topk", "quest", "h2o", "double_sparse", "nsa_block_topk"])
 def test_a_flow_chooses_the_best_blocks(name: str):
     request = Request(FLOWS[name](k=3), 12)
     query = torch.randn(GROUP, DIM)
     assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
+
+
+@pytest.mark.parametrize(("name", "like"), [("channel_topk", "block_topk"), ("channel_quest", "quest")])
+def test_masked_channels_have_no_say(name: str, like: str):
+    request = Request(FLOWS[name](k=3, groups=4, masked=(0, 3)), 12)  # type: ignore[call-arg]
+    query = torch.randn(GROUP, DIM)
+    without = query.clone()
+    without[:, [0, 1, 6, 7]] = 0
+    assert request.step(query) == request.best(scores(like, request.keys[: request.filled], without), 3)
+    with pytest.raises(ValueError, match="masked must be groups from 0 to 3, got 4"):
+        Request(FLOWS[name](groups=4, masked=4), 12)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("name", "most"), [("block_topk", 15), ("quest", 20)])
+def test_a_flow_is_short(name: str, most: int):
+    lines = Path(inspect.getfile(FLOWS[name])).read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= most
 
 
 def test_h2o_adds_up_over_steps():

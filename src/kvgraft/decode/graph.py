@@ -67,6 +67,13 @@ class Value:
         """Its last two axes swapped."""
         return record(OPERATORS["Transpose"], (self,), {})
 
+    def size(self, dim: int) -> int:
+        """The size of an axis that is not over blocks; TypeError of the one that is."""
+        found = self.shape[dim]
+        if not isinstance(found, int):
+            raise TypeError(f"the axis {dim} is over blocks: requests differ in it")
+        return found
+
     @property
     def made_by(self) -> Operator:
         """The operator; ValueError if it is given."""

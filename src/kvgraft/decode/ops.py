@@ -7,18 +7,21 @@ the PyTorch operator to each sequence on its own: the truth that all else is hel
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvgraft.decode.graph import Value, record
-from kvgraft.decode.operators import OPERATORS, block_axis
+from kvgraft.decode.operators import OPERATORS, Operator, block_axis
 from kvgraft.decode.vtensor import Shape, VTensor
 
-Operand = Any  # Value, VTensor or a number: the same kind comes out
+Operand = TypeVar("Operand", Value, VTensor)  # the same kind comes out
 
 
-def apply(name: str, *inputs: Operand, **options: Any) -> Operand:
+def apply(name: str, *inputs: Operand | float, **options: Any) -> Operand:
     """One operator by its name."""
-    operator = OPERATORS[name]
+    return cast(Operand, _apply(OPERATORS[name], inputs, options))
+
+
+def _apply(operator: Operator, inputs: tuple[Any, ...], options: dict[str, Any]) -> Value | VTensor:
     if any(isinstance(given, Value) for given in inputs):
         return record(operator, inputs, options)
     vtensors = [given for given in inputs if isinstance(given, VTensor)]
@@ -81,27 +84,27 @@ def GeMM(x: Operand, y: Operand) -> Operand:
     return apply("GeMM", x, y)
 
 
-def Multiply(x: Operand, y: Operand) -> Operand:
+def Multiply(x: Operand, y: Operand | float) -> Operand:
     """x * y."""
     return apply("Multiply", x, y)
 
 
-def Add(x: Operand, y: Operand) -> Operand:
+def Add(x: Operand, y: Operand | float) -> Operand:
     """x + y."""
     return apply("Add", x, y)
 
 
-def Maximum(x: Operand, y: Operand) -> Operand:
+def Maximum(x: Operand, y: Operand | float) -> Operand:
     """The greater of both."""
     return apply("Maximum", x, y)
 
 
-def Minimum(x: Operand, y: Operand) -> Operand:
+def Minimum(x: Operand, y: Operand | float) -> Operand:
     """The smaller of both."""
     return apply("Minimum", x, y)
 
 
-def Add_Mul(x: Operand, scale: Operand, shift: Operand) -> Operand:
+def Add_Mul(x: Operand, scale: Operand | float, shift: Operand | float) -> Operand:
     """x * scale + shift."""
     return apply("Add_Mul", x, scale, shift)
 
@@ -141,32 +144,32 @@ def Abs(x: Operand) -> Operand:
     return apply("Abs", x)
 
 
-def WhereEq(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereEq(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x = y, else `otherwise`."""
     return apply("WhereEq", x, y, then, otherwise)
 
 
-def WhereNe(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereNe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x and y differ, else `otherwise`."""
     return apply("WhereNe", x, y, then, otherwise)
 
 
-def WhereGt(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereGt(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x > y, else `otherwise`."""
     return apply("WhereGt", x, y, then, otherwise)
 
 
-def WhereGe(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereGe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x >= y, else `otherwise`."""
     return apply("WhereGe", x, y, then, otherwise)
 
 
-def WhereLt(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereLt(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x < y, else `otherwise`."""
     return apply("WhereLt", x, y, then, otherwise)
 
 
-def WhereLe(x: Operand, y: Operand, then: Operand, otherwise: Operand) -> Operand:
+def WhereLe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
     """`then` where x <= y, else `otherwise`."""
     return apply("WhereLe", x, y, then, otherwise)
 

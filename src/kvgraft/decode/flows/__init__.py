@@ -6,12 +6,26 @@ from pathlib import Path
 
 from kvgraft.decode.flow import Flow
 from kvgraft.decode.flows.block_topk import BlockTopK
+from kvgraft.decode.flows.channels import ChannelQuest, ChannelTopK
+from kvgraft.decode.flows.double_sparse import DoubleSparse
 from kvgraft.decode.flows.h2o import H2O
+from kvgraft.decode.flows.nsa import NSABlockTopK
+from kvgraft.decode.flows.proposed import PROPOSED
 from kvgraft.decode.flows.quest import Quest
 from kvgraft.decode.flows.streaming import Streaming
 from kvgraft.methods import make, parse
 
-FLOWS: dict[str, type[Flow]] = {flow.name: flow for flow in (BlockTopK, Quest, H2O, Streaming)}
+_CLASSIC: tuple[type[Flow], ...] = (
+    BlockTopK,
+    Quest,
+    DoubleSparse,
+    NSABlockTopK,
+    H2O,
+    Streaming,
+    ChannelTopK,
+    ChannelQuest,
+)
+FLOWS = {flow.name: flow for flow in (*_CLASSIC, *PROPOSED)}
 DENSE = "dense"  # no flow: everything is attended to
 
 
