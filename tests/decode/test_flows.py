@@ -25,12 +25,13 @@ class Request:
         self.program = trace(flow, BLOCK, DIM, GROUP)
         self.caches = {name: torch.full((num_blocks, *shape), 9.0) for name, shape in self.program.caches.items()}
         self.filled = num_blocks - 1
-        fill(self.program, {"k": self.keys, "v": self.values, **self.caches}, torch.arange(self.filled))
+        self.pool = {"k": self.keys, "v": self.values, **self.caches}
+        fill(self.program, self.pool, torch.arange(self.filled))
         self.batch = Batch(torch.arange(num_blocks)[None], torch.tensor([self.filled * BLOCK + 1]), BLOCK)
 
     def step(self, query: Tensor) -> set[int]:
         """Blocks chosen for queries [g, d]."""
-        found = select(self.program, plan(self.program), query[None], self.caches, self.batch)[0]
+        found = select(self.program, plan(self.program), query[None], self.pool, self.batch)[0]
         return set(found[found >= 0].tolist())
 
     def best(self, scores: Tensor, k: int) -> set[int]:
