@@ -248,7 +248,7 @@ def check_round_trip(host: ModelHost) -> None:
 
 
 def test_a_layout_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ModelHost, "_key_order", torch.arange(32 * 32).flip(0))
+    monkeypatch.setattr("kvgraft.vllm.compat.packing._key_order", lambda *_: torch.arange(32 * 32).flip(0))
     with pytest.raises(UnsupportedConfiguration, match="CPUAttentionBackendImpl"):
         make_host("float32", 32, 32)
 

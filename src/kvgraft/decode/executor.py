@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from kvgraft.decode.vtensor import Blocks
 
 Data = Any  # a tensor, or a number that stands for one
 CHUNK_BYTES = 1 << 20  # of what a group holds at a time: about what a core's cache does
+
+
+class Paged(Protocol):
+    """Keys or values [rows, b, d], plain tensors or not."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, rows: Tensor) -> Tensor: ...
+
+
+Pool = Mapping[str, Any]  # by name: k and v as `Paged`, the flow's own caches as tensors [rows, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,21 +68,19 @@ class Batch:
         return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
 
 
-def select(
-    program: Program, groups: Sequence[Group], query: Tensor, caches: Mapping[str, Tensor], batch: Batch
-) -> Tensor:
+def select(program: Program, groups: Sequence[Group], query: Tensor, pool: Pool, batch: Batch) -> Tensor:
     """The blocks that a flow chooses.
 
     Args:
         query: [S, g, d].
-        caches: by name [rows, ...]; those that the flow saves are changed.
+        pool: what the flow saves is changed.
 
     Returns:
         int64 [S, n], -1 for none; some may be those that are always attended to.
     """
     if not isinstance(program.selection, Value):
         return _static(program.selection, batch)
-    run = _Run(program, query, caches, batch)
+    run = _Run(program, query, pool, batch)
     for group in groups:
         if group.template is Template.SPECIAL:
             run.special(group.values[0])
@@ -83,9 +93,9 @@ def select(
 
 
 class _Run:
-    def __init__(self, program: Program, query: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> None:
+    def __init__(self, program: Program, query: Tensor, pool: Pool, batch: Batch) -> None:
         self.made: dict[Value, Tensor] = {}
-        self._program, self._query, self._caches, self._batch = program, query.float(), caches, batch
+        self._program, self._query, self._pool, self._batch = program, query.float(), pool, batch
         self._saves: list[tuple[str, Tensor]] = []
 
     def query_group(self, group: Group) -> None:
@@ -126,7 +136,7 @@ class _Run:
         there = slice(None) if batch.missing is None else ~batch.missing
         rows = batch.rows[:, : batch.num_blocks][there].flatten()
         for name, new in self._saves:
-            cache = self._caches[name]
+            cache = self._pool[name]
             cache[rows] = (
                 new.reshape(*new.shape[:2], *cache.shape[1:])[there].reshape(-1, *cache.shape[1:]).to(cache.dtype)
             )
@@ -148,9 +158,9 @@ class _Run:
             return _cut(self.made[given][rows], given, blocks)
         if given.name == "q":
             return self._query[rows]
-        cache, table = self._caches[given.name], self._batch.rows[rows, blocks]
-        found = cache.index_select(0, table.flatten())
-        return found.view(*table.shape, *cache.shape[1:]).float()
+        cache, table = self._pool[given.name], self._batch.rows[rows, blocks]
+        found = cache.index_select(0, table.flatten()) if isinstance(cache, Tensor) else cache[table.flatten()]
+        return found.view(*table.shape, *found.shape[1:]).float()
 
     def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
         """What a chunk has made of a value that others need."""
@@ -223,14 +233,14 @@ def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]
     return batch.rows.gather(1, every.minimum(behind - 1)), lengths
 
 
-def fill(program: Program, pool: Mapping[str, Tensor], rows: Tensor) -> None:
+def fill(program: Program, pool: Pool, rows: Tensor) -> None:
     """forward_cache for some blocks.
 
     Args:
-        pool: by name [rows, ...], with k and v [rows, b, d]; the flow's own are changed.
+        pool: the flow's own caches are changed.
         rows: int64 [n].
     """
-    entries = sum(size_of(value, 1) for value in program.cache) + pool["k"][0].numel() + pool["v"][0].numel()
+    entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
         made: dict[Value | float, Tensor] = {}
 

@@ -1,11 +1,9 @@
 """What a host holds of a flow: its program for the model's geometry and its caches beside the paged pool."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from kvgraft.decode.executor import Batch, fill, select, tables
+from kvgraft.decode.executor import Batch, Paged, Pool, fill, select, tables
 from kvgraft.decode.flow import Program
 from kvgraft.decode.planner import plan
 from kvgraft.kernels.dispatch import block_sparse_attention
@@ -35,7 +33,7 @@ class Indexer:
             for name, shape in program.caches.items()
         }
 
-    def at(self, rows: slice, keys: Tensor, values: Tensor) -> "LayerIndexer":
+    def at(self, rows: slice, keys: Paged, values: Paged) -> "LayerIndexer":
         """Of one layer, whose pages these rows are: keys, values [rows, b, d]."""
         return LayerIndexer(self, {"k": keys, "v": values, **{name: x[rows] for name, x in self.caches.items()}})
 
@@ -43,7 +41,7 @@ class Indexer:
 class LayerIndexer:
     """The part of an `Indexer` that one layer has."""
 
-    def __init__(self, indexer: Indexer, pool: Mapping[str, Tensor]) -> None:
+    def __init__(self, indexer: Indexer, pool: Pool) -> None:
         self._indexer = indexer
         self._pool = pool
 
@@ -58,6 +56,6 @@ class LayerIndexer:
         return tables(chosen, batch, self._indexer.program.flow)
 
     def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
-        """[S, g, d] -> [S, g, d]."""
+        """[S, g, d] -> [S, g, d], where keys and values are plain tensors."""
         found = self.choose(query, batch)
         return block_sparse_attention(query, self._pool["k"], self._pool["v"], *found, scale)

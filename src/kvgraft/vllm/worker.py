@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.connector import KVGraftConnector
+from kvgraft.vllm.sparse.program import check_installed, install
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -17,6 +18,11 @@ else:
 
 class KVGraftWorker(PlatformWorker):
     """Start vLLM with `--worker-cls kvgraft.vllm.worker.KVGraftWorker`."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        install(self.vllm_config)
+        super().load_model(*args, **kwargs)
+        check_installed(self.vllm_config, self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)

@@ -4,6 +4,8 @@
 and signature used here and in the connector.
 """
 
+import hashlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 
 BY_HEAD = "KVGraftByHead"  # before the name of a model class: the same with an attention layer for each KV head
 HEAD_MAP = "kvgraft_head_map"  # in vLLM's additional_config: the path of the map
+FLOW = "kvgraft_flow"  # likewise: the flow that decode steps follow
 
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
@@ -28,9 +31,23 @@ def transfer_config(**settings: Any) -> KVTransferConfig:
     )
 
 
-def nonce_hash(digest: bytes) -> Any:
+def nonce_hash(nonce: bytes, block: int) -> Any:
     """A block hash that no content has."""
-    return BlockHash(digest)
+    return BlockHash(hashlib.sha256(nonce + block.to_bytes(8, "little")).digest())
+
+
+def hide_answer(request: Any, block_size: int) -> None:
+    """Give blocks that hold generated tokens hashes that no content has."""
+    hasher, nonce = request._block_hasher, os.urandom(32)
+
+    def hidden(request: Any) -> list[Any]:
+        first = len(request.block_hashes)
+        return [
+            found if (block + 1) * block_size <= request.num_prompt_tokens else nonce_hash(nonce, block)
+            for block, found in enumerate(hasher(request), first)
+        ]
+
+    request._block_hasher = hidden
 
 
 def set_prompt(request: Any, token_ids: list[int]) -> None:

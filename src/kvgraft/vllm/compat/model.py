@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
 
 
@@ -177,32 +176,7 @@ class ModelHost:
         taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
         if not current_platform.is_cpu():
             return taken[..., : self.head_dim], taken[..., self.head_dim :]
-        num, heads, size, _ = taken.shape
-        keys, values = taken.view(num, heads, 2 * size, self.head_dim).chunk(2, dim=2)
-        if self._keys_transposed:
-            return keys.reshape(num, heads, self.head_dim, size).transpose(2, 3), values
-        return keys.reshape(num, heads, -1).index_select(2, self._key_order).view(keys.shape), values
-
-    @cached_property
-    def _key_order(self) -> Tensor:
-        """int64 [N * d]: where the CPU kernels' instruction set keeps element (token, dim) of a block's keys.
-
-        Found by writing numbered keys, in digits that even bfloat16 holds exactly.
-        """
-        attention, size, dim = self.attentions[0], self._kernel_block_size, self.head_dim
-        numbers, found = torch.arange(size * dim).view(size, 1, dim), torch.zeros(size * dim, dtype=torch.int64)
-        for digit in range(3):
-            keys = (numbers // 128**digit % 128).to(attention.kv_cache.dtype).contiguous()
-            scratch = torch.zeros(1, 1, 2 * size, dim, dtype=keys.dtype)
-            packed, values = scratch.chunk(2, dim=2)
-            ops.cpu_attn_reshape_and_cache(keys, keys, packed, values, torch.arange(size), attention.isa)
-            found += packed.reshape(-1).long() * 128**digit
-        return found.argsort()
-
-    @cached_property
-    def _keys_transposed(self) -> bool:
-        size, dim = self._kernel_block_size, self.head_dim
-        return torch.equal(self._key_order, torch.arange(size * dim).view(dim, size).t().flatten())
+        return unpack(taken, self.head_dim, self.attentions[0].isa)
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""

@@ -1,6 +1,5 @@
 """What runs beside vLLM's scheduler: finds known text, plans, guards exactness, and hands out the work."""
 
-import hashlib
 import itertools
 import logging
 import os
@@ -16,14 +15,15 @@ from vllm.v1.request import RequestStatus
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.keys import scope_digest
-from kvgraft.vllm.compat import nonce_hash, on_cache_reset, set_prompt
+from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.settings import Settings
-from kvgraft.vllm.connector.tracked import NEVER, Candidate, Tracked
+from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, Outcome
+from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
@@ -40,6 +40,7 @@ class SchedulerSide:
         )
         self.default_policy = parse_policy(self.settings.policy)
         self.known: KnownText
+        self._flow = program_of(config)
         self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
         self._block_size = int(config.cache_config.block_size)
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
@@ -78,6 +79,9 @@ class SchedulerSide:
         options, refusal = self._parse(request)
         tracked = Tracked(request, options, scope, next(self._sources), refusal)
         self._requests[request.request_id] = tracked
+        if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
+            tracked.num_exact = tracked.first_approximate = request.num_prompt_tokens
+            hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
             self._condense(tracked, options.policy)
 
@@ -116,7 +120,7 @@ class SchedulerSide:
     def _expand(self, tracked: Tracked, reason: str) -> None:
         """The request has its whole prompt again and is computed in full."""
         set_prompt(tracked.request, list(tracked.whole))
-        tracked.whole, tracked.documents, tracked.hashes, tracked.first_approximate = (), (), None, NEVER
+        tracked.whole, tracked.documents, tracked.hashes, tracked.first_approximate = (), (), None, tracked.num_exact
         tracked.refusal = reason
 
     def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
@@ -236,7 +240,7 @@ class SchedulerSide:
             tracked.hashes = (first_block, list(hashes[first_block:]))
         nonce = os.urandom(32)
         for block in range(first_block, len(hashes)):
-            hashes[block] = nonce_hash(hashlib.sha256(nonce + block.to_bytes(8, "little")).digest())
+            hashes[block] = nonce_hash(nonce, block)
 
     def _reveal(self, tracked: Tracked) -> None:
         """The request is computed in full after all: vLLM's own hashes stand again."""
@@ -245,7 +249,7 @@ class SchedulerSide:
             del tracked.request.block_hashes[first:]
             tracked.request.block_hashes.extend(hashes)
             tracked.request.update_block_hashes()
-        tracked.hashes, tracked.first_approximate = None, NEVER
+        tracked.hashes, tracked.first_approximate = None, tracked.num_exact
 
     def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
         self.known.pool.release(tracked.pinned)

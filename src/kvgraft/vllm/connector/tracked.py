@@ -45,6 +45,7 @@ class Tracked:
         candidate: the plan that was made while it waits.
         pinned: source pages held until its recovery has ended.
         hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
+        num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
         first_approximate: first token whose KV is not exact.
         recovery: the admitted plan while the workers are at it.
         accounted: whether the metrics have counted it.
@@ -65,6 +66,7 @@ class Tracked:
     accounted: bool = False
     finished: bool = False
     admitted: bool = False
+    num_exact: int = NEVER
     first_approximate: int = NEVER
     num_offered: int = 0
     last_entry: int = -1

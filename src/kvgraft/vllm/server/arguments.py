@@ -10,9 +10,10 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.keys import Keys
 
@@ -50,6 +51,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
         _refuse(_flags_beside_head_map(args))
         _keep_heads_by_class(args)
         return args
+    if args.kvgraft_flow is not None:
+        _follow(args)
     if args.no_kvgraft:
         _refuse(_flags_beside_plain(args))
         return args
@@ -87,6 +90,13 @@ def _make_parser() -> FlexibleArgumentParser:
         "--kvgraft-head-map",
         help="Instead of reuse: keep only sinks and windows of the heads that this map calls local (profile-heads).",
     )
+    own.add_argument(
+        "--flow",
+        "--kvgraft-flow",
+        dest="kvgraft_flow",
+        help="Decode steps attend to the blocks that this flow chooses: quest, block_topk:k=64, my_flow.py,... "
+        "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
+    )
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
 
@@ -121,6 +131,15 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield "VLLM_USE_RUST_FRONTEND: it passes by the front door, which keeps tenants apart"
 
 
+def _follow(args: Namespace) -> None:
+    """Name the flow to every process; ValueError or FileNotFoundError if there is none."""
+    parse_flow(args.kvgraft_flow)
+    path, dot, rest = args.kvgraft_flow.partition(".py")
+    named = f"{Path(path).absolute()}{dot}{rest}" if dot else path
+    args.additional_config = {**(args.additional_config or {}), FLOW: named}
+    args.worker_cls = WORKER_CLASS if args.worker_cls == "auto" else args.worker_cls
+
+
 def _keep_heads_by_class(args: Namespace) -> None:
     """vLLM without reuse, its model with an attention layer for each KV head."""
     architecture = load_config(args.model).architecture
@@ -144,7 +163,8 @@ def _flags_beside_head_map(args: Namespace) -> Iterator[str]:
 
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:
     for name in _own_flags(args):
-        yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
+        if name != f"{_PREFIX}flow":
+            yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
 
 
 def _own_flags(args: Namespace) -> list[str]:

@@ -1,0 +1,77 @@
+"""The flow that a server follows: one for all requests, named in vLLM's `additional_config`."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from kvgraft.decode.flow import Program, trace
+from kvgraft.decode.flows import parse_flow
+from kvgraft.vllm.compat import FLOW
+from kvgraft.vllm.compat.support import UnsupportedConfiguration
+
+BACKEND = "kvgraft.vllm.sparse.attention.SparseBackend"
+
+
+def program_of(config: VllmConfig) -> Program | None:
+    """The flow, traced for the model; None if the server has none.
+
+    Raises:
+        ValueError, FileNotFoundError: it names no flow, or one that cannot be right.
+    """
+    named = config.additional_config.get(FLOW) if isinstance(config.additional_config, dict) else None
+    if named is None:
+        return None
+    model, parallel = config.model_config, config.parallel_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    return _program(named, int(config.cache_config.block_size), model.get_head_size(), group)
+
+
+@lru_cache(maxsize=16)
+def _program(named: str, block_size: int, head_dim: int, group: int) -> Program | None:
+    flow = parse_flow(named)
+    return None if flow is None else trace(flow, block_size, head_dim, group)
+
+
+def install(config: VllmConfig) -> None:
+    """Let the models that this process loads from here on attend as the flow says, if the server has one.
+
+    Raises:
+        UnsupportedConfiguration: everything that stands in the way.
+        ValueError, FileNotFoundError: as `program_of`.
+    """
+    program = program_of(config)
+    if program is None:
+        return
+    reasons = list(_reasons(config, program))
+    if reasons:
+        raise UnsupportedConfiguration(f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons))
+    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+
+
+def check_installed(config: VllmConfig, model: nn.Module) -> None:
+    """Raise RuntimeError if the server has a flow that no layer of the model follows."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if program_of(config) and not any(layer.attn_backend.__module__ == BACKEND.rpartition(".")[0] for layer in layers):
+        raise RuntimeError("no layer follows the flow: this process had chosen its attention backend before")
+
+
+def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
+    cache = config.cache_config
+    if not current_platform.is_cpu():
+        yield "this platform: only vLLM's CPU backend can be given block tables by KV head yet"
+    if config.model_config.use_mla:
+        yield "a model of latent attention: only the native engine follows flows there"
+    if is_quantized_kv_cache(cache.cache_dtype):
+        yield f"KV cache dtype {cache.cache_dtype}: only unquantised ones are supported"
+    if config.speculative_config is not None:
+        yield "speculative decoding: its steps have several queries"
+    if program.is_stateful and cache.enable_prefix_caching:
+        yield "prefix caching: the flow keeps state in pages, and two requests could share one"
+    elif cache.enable_prefix_caching and config.kv_transfer_config is None:
+        yield "prefix caching without reuse: answers would be found again as if they had been computed densely"

@@ -1,0 +1,110 @@
+"""An engine of vLLM that follows a flow, in a process of its own.
+
+Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints what became of it:
+`rounds` of `Ask`, those of a round together; with `everything` no request is too short to be decoded sparsely; the
+requests of `trouble` come first, are preempted and aborted, and their blocks overwritten.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
+
+import torch  # noqa: E402
+from engines import ENVIRONMENT, Ask, as_answer, as_prompt, as_sampling, start_engine  # noqa: E402
+from hosts import Host  # noqa: E402
+
+
+@torch.inference_mode()
+def main(given: dict[str, Any]) -> dict[str, Any]:
+    """Answer the rounds one after the other."""
+    from kvgraft.decode.flow import Program
+    from kvgraft.vllm.compat import FLOW, WORKER_CLASS
+
+    if given.get("everything"):
+        Program.most = property(lambda self: 0)  # type: ignore[method-assign, assignment]
+    settings = {"additional_config": {FLOW: given["flow"]}} | given.get("settings", {})
+    rounds = [[Ask(**ask) for ask in asks] for asks in given["rounds"]]
+    if not given.get("reuse", True):
+        plain = {"worker_cls": WORKER_CLASS, "enable_prefix_caching": False}
+        llm = start_engine(Path(given["model"]), with_kvgraft=False, **plain, **settings)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempted = _count(scheduler, "_preempt_request")
+        found = [[as_answer(output) for output in _generate(llm, asks)] for asks in rounds]
+        return {"tokens": [[a.tokens for a in answers] for answers in found], "preempted": preempted[0]}
+    host = Host(Path(given["model"]), **settings)
+    if given.get("trouble"):
+        _trouble(host, [Ask(**ask) for ask in given["trouble"]])
+    found = [host.ask(*asks) for asks in rounds]
+    host.settle()
+    return {
+        "tokens": [[answer.tokens for answer in answers] for answers in found],
+        "cached": [[answer.cached for answer in answers] for answers in found],
+        "grafted": [[answer.report.get("grafted_tokens", 0) for answer in answers] for answers in found],
+        **_count_rows(host),
+        "problems": host.problems(),
+    }
+
+
+def _generate(llm: Any, asks: list[Ask]) -> list[Any]:
+    prompts, sampling = [as_prompt(ask) for ask in asks], [as_sampling(ask) for ask in asks]
+    outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
+    return outputs
+
+
+def _count(owner: Any, name: str) -> list[int]:
+    """How often a method is called, as the only entry of a list."""
+    calls, method = [0], getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counting)
+    return calls
+
+
+def _trouble(host: Host, asks: list[Ask]) -> None:
+    """Everything that befalls blocks: preemption in the middle of an answer, loss of what was cached, abortion."""
+    names = [host.add(ask) for ask in asks]
+    host.step_until(lambda: all(host.request(name).num_output_tokens >= 3 for name in names))
+    host.preempt(names[0])
+    host.step_until(lambda: host.request(names[0]).num_output_tokens >= 5)
+    host.abort(names[1])
+    host.step()
+    host.finish(names[0])
+    host.settle()
+    host.evict(sorted(host.blocks_with_content())[::2])
+
+
+def _count_rows(host: Host) -> dict[str, int]:
+    """Rows of all layers that the flow has taken up, and how many of them are not what the blocks as they are give."""
+    from kvgraft.decode.indexer import Indexer
+    from kvgraft.vllm.sparse.attention import _Plain
+
+    taken_up = stale = 0
+    for attention in host.model.attentions:
+        caches = attention.impl._caches
+        if caches is None:
+            continue
+        indexer, heads = caches._indexer, caches._num_heads
+        blocks = (~caches._written).nonzero()[:, 0]
+        taken_up += len(blocks) * heads
+        rows = (blocks[:, None] * heads + torch.arange(heads)).flatten()
+        anew = Indexer(indexer.program, len(caches._written) * heads, caches.kv_cache)
+        keys, values = (_Plain(caches.kv_cache, caches._head_dim, attention.isa, which) for which in (0, 1))
+        anew.at(slice(None), keys, values).fill(rows)
+        for name, cache in indexer.caches.items():
+            stale += int((cache[rows] != anew.caches[name][rows]).flatten(1).any(1).sum())
+    return {"taken_up": taken_up, "stale": stale}
+
+
+if __name__ == "__main__":
+    os.environ |= ENVIRONMENT
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    print(json.dumps(main(json.loads(sys.stdin.read()))), file=answers, flush=True)

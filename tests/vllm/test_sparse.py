@@ -1,0 +1,127 @@
+"""Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are never stale."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, Ask, words
+from processes import HostProcess
+from test_compat import configure
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.vllm.compat import FLOW, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.server.arguments import parse
+from kvgraft.vllm.sparse.program import install
+
+MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
+
+
+def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
+    """What `sparse_engine.py` says."""
+    given = {"model": str(model), "flow": flow, "rounds": [[asdict(a) for a in asks] for asks in rounds]} | more
+    script = [sys.executable, str(Path(__file__).parent / "sparse_engine.py")]
+    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.fixture(scope="module")
+def native(model: Path) -> Engine:
+    return Engine(model, dtype="float32", block_size=BLOCK)
+
+
+def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
+    """What the native engine answers, in a batch."""
+    requests = [
+        Request(list(a.prompt), "full", SamplingParams(a.max_tokens, ignore_eos=True), remember=False, flow=flow)
+        for a in asks
+    ]
+    return [result.token_ids for result in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("flow", ["quest", "opus_coarse_fine", "streaming"])
+def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProcess, flow: str):
+    said = run(model, f"{flow}:k=64,layers_skip=none", MIXED, everything=True)
+    assert said["tokens"][0] == [answer.tokens for answer in plain.ask(*MIXED)]
+    assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
+
+
+@pytest.mark.parametrize("flow", ["block_topk:k=3", "double_sparse:k=2,layers_skip=0+2"])
+def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
+    said = run(model, flow, MIXED)
+    assert said["tokens"][0] == natively(native, flow, MIXED)
+    dense = [answer.tokens for answer in plain.ask(*MIXED)]
+    assert [a == b for a, b in zip(said["tokens"][0], dense, strict=True)] == [False, True, False, False, True]
+
+
+def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: Path, native: Engine):
+    """Blocks are written by recoveries out of order, evicted, preempted, shared: caches follow."""
+    flow, text = "quest:k=3", words(15 * BLOCK, 1)
+    read = Ask(text, max_tokens=1)
+    exact = Ask(words(70, 2) + text + words(60, 3), EVERYTHING, max_tokens=24)
+    shared = Ask(words(70, 2) + text + words(90, 4), EVERYTHING, max_tokens=24)
+    trouble = [asdict(Ask(words(500, seed), max_tokens=24)) for seed in (7, 8)]
+    grafted = Ask(words(33, 5) + text + words(60, 6), NAIVE, max_tokens=24)
+    said = run(model, flow, [read], [exact], [shared, grafted], trouble=trouble)
+    assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
+    assert min(said["grafted"][1] + said["grafted"][2]) >= 14 * BLOCK
+    found = [said["tokens"][1][0], said["tokens"][2][0]]
+    assert found == natively(native, flow, [exact, shared])
+
+
+def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
+    prompt = words(10 * BLOCK, 1)
+    first = Ask(prompt, max_tokens=5 * BLOCK)
+    for flow, cached in ("streaming:k=1", 10 * BLOCK), ("streaming:k=40", 14 * BLOCK):
+        answer = run(model, flow, [first])["tokens"][0][0]
+        said = run(model, flow, [first], [Ask(prompt + answer, max_tokens=1)])
+        assert said["cached"][1] == [cached]
+        assert said["grafted"][1] == [0]
+
+
+def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: Engine):
+    said = run(model, "h2o:k=3", MIXED, MIXED, reuse=False)
+    assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:k=3", MIXED)
+    crowd = [Ask(words(300, seed), max_tokens=150) for seed in range(6)]  # 15 blocks each at the end, of 60
+    said = run(model, "h2o:k=11", crowd, reuse=False, settings={"num_gpu_blocks_override": 61, "max_model_len": 1024})
+    assert said["preempted"] > 0
+    assert said["tokens"][0] == natively(native, "dense", crowd)  # nothing is left out, whatever was lost
+
+
+@pytest.mark.parametrize(
+    ("flow", "changes", "reason"),
+    [
+        ("h2o", {}, "prefix caching: the flow keeps state in pages"),
+        ("quest", {"kv_transfer_config": None}, "prefix caching without reuse"),
+        ("quest", {"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        (
+            "quest",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "speculative decoding",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(model: Path, flow: str, changes: dict[str, Any], reason: str):
+    settings = {"model": str(model), "worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config()} | changes
+    with pytest.raises(UnsupportedConfiguration, match=reason):
+        install(configure(**settings, additional_config={FLOW: flow}))
+
+
+def test_the_flag_names_the_flow_to_every_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert parse([str(model), "--flow", "quest:k=9"]).additional_config == {FLOW: "quest:k=9"}
+    plain = parse([str(model), "--no-kvgraft", "--no-enable-prefix-caching", "--flow", "h2o"])
+    assert (plain.additional_config, plain.worker_cls, plain.kv_transfer_config) == ({FLOW: "h2o"}, WORKER_CLASS, None)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+    )
+    assert parse([str(model), "--flow", "mine.py@mine:k=2"]).additional_config == {FLOW: f"{tmp_path}/mine.py@mine:k=2"}
+    with pytest.raises(ValueError, match="unknown flow 'guess': choose from block_topk"):
+        parse([str(model), "--flow", "guess"])
