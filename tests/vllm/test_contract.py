@@ -91,7 +91,6 @@ HANDED = {
     ("sparse/attention.py", "SparseBuilder", "super()"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder",
     ("sparse/attention.py", "SparseBuilder", "common"): "vllm.v1.attention.backend:CommonAttentionMetadata",
     ("sparse/attention.py", "SparseImpl", "super()"): f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl",
-    ("sparse/attention.py", "SparseImpl", "layer"): ATTENTION,
     ("heads/model.py", "", "vllm_config"): CONFIG,
     ("heads/model.py", "", "whole"): ATTENTION,
     ("compat/model.py", "", "runner"): RUNNERS,
