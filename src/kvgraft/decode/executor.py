@@ -15,9 +15,10 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import block_axis
 from kvgraft.decode.planner import Group, Template, size_of
 from kvgraft.decode.vtensor import Blocks
+from kvgraft.kernels.room import PIECE, take
 
 Data = Any  # a tensor, or a number that stands for one
-CHUNK_BYTES = 1 << 20  # of what a group holds at a time: about what a core's cache does
+CHUNK_BYTES = PIECE  # of what a group holds at a time
 
 
 class Paged(Protocol):
@@ -117,7 +118,7 @@ class _Run:
         """A value that looks across blocks; those that are not there hold what it passes by."""
         operator, batch, options = value.made_by, self._batch, dict(value.options)
         if value.saves_to:
-            self.made[value] = self._read(value.inputs[1])
+            self.made[value] = self._read(value.inputs[1]).clone()  # it may lie in a room
             self._saves.append((value.saves_to, self.made[value]))
             return
         inputs = [self._read(given) for given in value.inputs]
@@ -146,21 +147,27 @@ class _Run:
 
     def _read(self, given: Value | float) -> Data:
         everything = slice(None), slice(0, self._batch.num_blocks)
-        return self._part(given, *everything, {})
+        return self._part(given, *everything)
 
-    def _part(self, given: Value | float, rows: slice, blocks: slice, local: Mapping[Value, Data]) -> Data:
-        """Of some sequences and blocks."""
+    def _part(self, given: Value | float, rows: slice, blocks: slice, local: dict[Value, Data] | None = None) -> Data:
+        """Of some sequences and blocks; `local` holds what is known of them."""
         if not isinstance(given, Value):
             return given
-        if given in local:
+        if local is not None and given in local:
             return local[given]
         if given in self.made:
             return _cut(self.made[given][rows], given, blocks)
         if given.name == "q":
             return self._query[rows]
         cache, table = self._pool[given.name], self._batch.rows[rows, blocks]
-        found = cache.index_select(0, table.flatten()) if isinstance(cache, Tensor) else cache[table.flatten()]
-        return found.view(*table.shape, *found.shape[1:]).float()
+        if isinstance(cache, Tensor):  # each cache its own room: a group may read several
+            found = take(f"cache {given.name}", cache, table.flatten())
+        else:
+            found = cache[table.flatten()]
+        found = found.view(*table.shape, *found.shape[1:]).float()
+        if local is not None:
+            local[given] = found
+        return found
 
     def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
         """What a chunk has made of a value that others need."""
@@ -173,7 +180,8 @@ class _Run:
         """Chunks of sequences and blocks that fit the cache."""
         widest = max(size_of(value, 1) for value in group.values)
         size = 4 * (widest + sum(size_of(value, 1) for value in group.inputs if block_axis(value.shape) is not None))
-        blocks = min(max(CHUNK_BYTES // size, 1), self._batch.num_blocks)
+        parts = -(-size * self._batch.num_blocks // CHUNK_BYTES)  # of a sequence
+        blocks = -(-self._batch.num_blocks // parts)
         rows = max(CHUNK_BYTES // (size * blocks), 1)
         for first in range(0, len(self._query), rows):
             for start in range(0, self._batch.num_blocks, blocks):

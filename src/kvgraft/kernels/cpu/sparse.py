@@ -1,8 +1,10 @@
-"""Block-sparse decode attention: all blocks of all sequences in one copy, then flash attention."""
+"""Block-sparse decode attention: the blocks of some sequences in one copy, then flash attention, and so on."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvgraft.kernels.room import PIECE, take
 
 
 def block_sparse_attention(
@@ -14,8 +16,19 @@ def block_sparse_attention(
     slots = tables[:, token // size] * size + token % size  # [S, T]
     there = token < lengths[:, None]
     slots = torch.where(there, slots, slots[:, :1])  # weights of 0 do not heal what nobody wrote
-    own_keys, own_values = (
-        pool.flatten(0, 1).index_select(0, slots.flatten()).view(len(slots), 1, most, -1) for pool in (keys, values)
-    )
-    mask = None if bool((lengths == most).all()) else there[:, None, None]
-    return scaled_dot_product_attention(query[:, None], own_keys, own_values, attn_mask=mask, scale=scale)[:, 0]
+    even = bool(there.all())
+    pools = keys.flatten(0, 1), values.flatten(0, 1)
+    output = query.new_empty(*query.shape[:2], values.shape[2])
+    step = max(1, PIECE // (most * (keys.shape[2] + values.shape[2]) * keys.itemsize))
+    for first in range(0, len(query), step):
+        part = slice(first, first + step)
+        own_keys, own_values = (
+            take(use, pool, slots[part].flatten()).view(-1, 1, most, pool.shape[1])
+            for use, pool in zip(("keys", "values"), pools, strict=True)
+        )
+        mask = None if even else there[part, None, None]
+        attended = scaled_dot_product_attention(
+            query[part, None], own_keys, own_values, attn_mask=mask, scale=scale
+        )  # [s, 1, g, dv]
+        output[part] = attended[:, 0]
+    return output
