@@ -7,7 +7,6 @@ decode the same context in turn; medians and medians of paired ratios are printe
     python benchmarks/decode.py [--host vllm] [--batches 1,4] [--device cuda --dtype bfloat16] [--json]
 """
 
-import copy
 import json
 import os
 import statistics
@@ -28,19 +27,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft import Engine, Request, SamplingParams
+from kvgraft import Engine
 from kvgraft.decode import indexer as indexing
 from kvgraft.decode import operators
 from kvgraft.decode.flows import DENSE, parse_flow
-from kvgraft.engine.decode import decode
 from kvgraft.engine.decoder import DTYPES
-from kvgraft.engine.sparse import SparseDecode
+from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
 
 STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest:k=29,layers_skip=none"
-Side = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -83,19 +80,14 @@ class Clock:
 
     def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            _wait()
+            wait()
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            _wait()
+            wait()
             self.seconds[stage] += time.perf_counter() - start
             return result
 
         return timed
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def make_model(folder: Path, layers: int, max_position: int) -> None:
@@ -121,30 +113,10 @@ class Native:
     name, watched = "native", (indexing, "block_sparse_attention")
 
     def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
-        pages = batch * (-(-context // block) + 1)
-        dtype, device = place
-        self.engine = Engine(
-            folder, dtype=dtype, device=device, num_pages=pages, block_size=block, max_length=context + 16
-        )
-        cache, scheduler = self.engine.memory.cache, self.engine.scheduler
-        for pool in (cache.keys, cache.values):
-            pool.normal_()
-        tokens = np.random.default_rng(0).integers(1, 4096, context - 1).tolist()
-        self.sequences = []
-        for number in range(batch):
-            request = Request(tokens, "full", SamplingParams(2), namespace=str(number))
-            sequence = self.engine._sequence(number, request)
-            scheduler.adopt(sequence)
-            sequence.tokens.append(1)
-            self.sequences.append(sequence)
-        self.sides: dict[str, Side] = {flow: self._side(flow) for flow in [DENSE, *flows]}
-
-    def _side(self, flow: str) -> Side:
-        own = SparseDecode(self.engine.memory.cache, self.engine.scheduler.flows._group)
-        sequences = [copy.copy(sequence) for sequence in self.sequences]
-        for sequence in sequences:
-            sequence.flow, sequence.num_indexed = parse_flow(flow), 0
-        return partial(decode, self.engine.decoder, self.engine.memory.cache, own, sequences)
+        pages, (dtype, device) = batch * (-(-context // block) + 1), place
+        self.engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, block_size=block)
+        steps = Steps(self.engine, context, batch)
+        self.sides = {flow: steps.under(flow) for flow in [DENSE, *flows]}
 
 
 class Vllm:
@@ -195,7 +167,7 @@ class Vllm:
             builder.program, self._now = programs[flow], flow
             engine.step()
 
-        self.sides: dict[str, Side] = {flow: partial(step, flow) for flow in programs}
+        self.sides: dict[str, Step] = {flow: partial(step, flow) for flow in programs}
 
     @staticmethod
     def _program(flow: str, block: int) -> Any:
@@ -206,16 +178,8 @@ class Vllm:
 
 
 def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
-    """Every side in every round, after two that do not count; then once more each, watched."""
-    times: dict[str, list[float]] = {name: [] for name in host.sides}
-    for number in range(-2, rounds):
-        for name, side in host.sides.items():
-            _wait()
-            start = time.perf_counter()
-            side()
-            _wait()
-            if number >= 0:
-                times[name].append(time.perf_counter() - start)
+    """All sides in turn; then each once more, watched."""
+    times = in_turn(host.sides, rounds)
     rows = []
     for name, column in times.items():
         clock, seconds = Clock(), 0.0
@@ -223,7 +187,7 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
             for _ in range(rounds):
                 start = time.perf_counter()
                 host.sides[name]()
-                _wait()
+                wait()
                 seconds += time.perf_counter() - start
         ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], column, strict=True))
         shares = {stage: found / seconds for stage, found in clock.seconds.items()} if name != DENSE else {}

@@ -9,6 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvgraft.evaluate.flows import Found
 from kvgraft.evaluate.results import Summary, summarise
 from kvgraft.evaluate.runner import Row
 from kvgraft.kv.heads import HeadClass, HeadMap
@@ -106,6 +107,29 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
     axes.grid(axis="x", visible=False)
     axes.legend(ncols=min(4, len(colours)), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
     return figure
+
+
+def write_pareto(found: Sequence[Found], best: Sequence[Found], directory: Path) -> Path:
+    """Accuracy against speed of flows; those that no other beats in both are joined and named. Those that an early
+    stage has ended are paler: their score is of easier tasks."""
+    last = max(len(one.passed) for one in found)
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.2, 4.8))
+        for one in found:
+            whole, on_it = len(one.passed) == last, one in best
+            axes.scatter(
+                one.faster, one.score, s=36 if on_it else 18, alpha=1.0 if whole else 0.3,
+                color="tab:red" if on_it else "tab:blue" if whole else "grey",
+            )  # fmt: skip
+        axes.plot([one.faster for one in best], [one.score for one in best], color="tab:red", linewidth=1)
+        for number, one in enumerate(best):
+            place = (8, -4 - 11 * (number % 2))
+            axes.annotate(one.flow, (one.faster, one.score), xytext=place, textcoords="offset points", fontsize=7)
+        axes.set_xlabel("decode step: times as fast as dense attention")
+        axes.set_ylabel("score")
+        axes.set_ylim(-0.02, 1.05)
+        axes.margins(x=0.2)
+        return _save(figure, directory / "flows.png")
 
 
 def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) -> None:

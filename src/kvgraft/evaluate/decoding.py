@@ -1,0 +1,86 @@
+"""How long decode steps take, on a context of random keys and values: what flows choose there has no meaning, what it
+costs has."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvgraft.decode.flows import DENSE, parse_flow
+from kvgraft.engine.decode import decode
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Request
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.sparse import SparseDecode
+
+Step = Callable[[], object]
+
+
+class Steps:
+    """Sequences of some length in the pool of an engine that has nothing else to do; takes its pages for good.
+
+    Args:
+        context: tokens of a sequence, the one that a step computes among them.
+        batch: sequences.
+
+    Raises:
+        RequestError, PoolExhausted: they do not fit.
+    """
+
+    def __init__(self, engine: Engine, context: int, batch: int) -> None:
+        self._engine = engine
+        engine.clear_cache()
+        for pool in (engine.memory.cache.keys, engine.memory.cache.values):
+            pool.normal_()
+        tokens = np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
+        self._sequences = []
+        for number in range(batch):
+            sequence = engine._sequence(number, Request(tokens, "full", SamplingParams(2), namespace=str(number)))
+            engine.scheduler.adopt(sequence)
+            sequence.tokens.append(tokens[0])
+            self._sequences.append(sequence)
+
+    def under(self, flow: str) -> Step:
+        """A step under this flow; always the same one."""
+        engine, sequences = self._engine, [copy.copy(sequence) for sequence in self._sequences]
+        for sequence in sequences:
+            sequence.flow, sequence.num_indexed = parse_flow(flow), 0
+        own = SparseDecode(engine.memory.cache, engine.config.num_heads // engine.config.num_kv_heads)
+        return partial(decode, engine.decoder, engine.memory.cache, own, sequences)
+
+
+def in_turn(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in every round, after two that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(-2, rounds):
+        for name, step in steps.items():
+            wait()
+            start = time.perf_counter()
+            step()
+            wait()
+            if number >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def wait() -> None:
+    """Until the device has done what it was told."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def speedups(engine: Engine, flows: Sequence[str], context: int, rounds: int = 15) -> dict[str, tuple[float, float]]:
+    """Of each flow: tokens a second of one sequence of this length, and how many times faster than dense that is."""
+    steps = Steps(engine, context, 1)
+    found: dict[str, tuple[float, float]] = {}
+    for flow in flows:  # two at a time: caches of many flows would not fit the pool's memory
+        times = in_turn({DENSE: steps.under(DENSE), flow: steps.under(flow)}, rounds)
+        ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], times[flow], strict=True))
+        found[flow] = 1.0 / statistics.median(times[flow]), ratio
+    engine.scheduler.abort(list(engine.scheduler.running))
+    return found

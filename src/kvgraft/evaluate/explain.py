@@ -1,0 +1,139 @@
+"""A flow as the planner sees it: caches, operators with their shapes, what is computed together, bytes moved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.decode.flow import Program
+from kvgraft.decode.graph import Value
+from kvgraft.decode.operators import describe
+from kvgraft.decode.planner import Group as Fused
+from kvgraft.decode.planner import plan, unfused
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operator of a flow. `group` is the number of the kernel that computes it, None in forward_cache."""
+
+    stage: str
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    shape: str
+    group: int | None
+    template: str
+    place: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `kvgraft flow explain` says.
+
+    Attributes:
+        caches: shapes for one block.
+        cache_share: bytes of the caches, of those of keys and values.
+        selects: blocks that a step attends to at most.
+        context: tokens of the sequence that bytes are counted for; they are of one KV head.
+        fused, unfused: bytes that the indexer reads and writes as planned, and operator by operator.
+        attended, dense: bytes of the keys and values that the step reads, and that dense attention would.
+    """
+
+    flow: str
+    stateful: bool
+    caches: dict[str, tuple[int, ...]]
+    cache_share: float
+    lines: tuple[Line, ...]
+    selects: int
+    context: int
+    fused: int
+    unfused: int
+    attended: int
+    dense: int
+
+
+def explain(program: Program, head_dim: int, context: int, itemsize: int = 4) -> Explanation:
+    """For a sequence of so many tokens."""
+    blocks, per_block = context // program.block_size, 2 * program.block_size * head_dim
+    groups = plan(program)
+    return Explanation(
+        flow=program.flow.name,
+        stateful=program.is_stateful,
+        caches=dict(program.caches),
+        cache_share=sum(map(prod, program.caches.values())) / per_block,
+        lines=tuple(_lines(program, groups)),
+        selects=program.most,
+        context=context,
+        fused=_moved(groups, blocks, itemsize),
+        unfused=_moved(unfused(program), blocks, itemsize),
+        attended=min(program.most, blocks) * per_block * itemsize,
+        dense=blocks * per_block * itemsize,
+    )
+
+
+def _moved(groups: Sequence[Fused], blocks: int, itemsize: int) -> int:
+    return sum(group.bytes_moved(blocks, itemsize) for group in groups)
+
+
+def _lines(program: Program, groups: Sequence[Fused]) -> list[Line]:
+    group_of = {value: number for number, group in enumerate(groups) for value in group.values}
+    names: dict[Value, str] = {}
+
+    def called(given: Value | float) -> str:
+        if not isinstance(given, Value):
+            return f"{given:g}"
+        return names.get(given) or given.name
+
+    lines = []
+    for stage, values in (("forward_cache", program.cache), ("forward_indexer", program.indexer)):
+        for value in values:
+            names[value] = f"%{len(names)}"
+            stored = [name for name, found in program.stores.items() if found is value]
+            group = group_of.get(value)
+            lines.append(
+                Line(
+                    stage,
+                    names[value] + "".join(f" = {name}" for name in stored),
+                    value.made_by.name,
+                    (*map(called, value.inputs), *(f"{name}={_option(x)}" for name, x in value.options.items())),
+                    describe(value.shape),
+                    group,
+                    "" if group is None else groups[group].template.value,
+                    f"{Path(value.line.path).name}:{value.line.number}",
+                    value.line.code,
+                )
+            )
+    return lines
+
+
+def _option(value: object) -> str:
+    return f"({', '.join(f'{x:g}' for x in value)})" if isinstance(value, tuple) else str(value)
+
+
+def render(found: Explanation) -> RenderableType:
+    """For a terminal."""
+    table = Table("kernel", "", "operator", "shape", "line", title=found.flow, title_justify="left")
+    before = ""
+    for line in sorted(found.lines, key=lambda line: -1 if line.group is None else line.group):
+        kernel = line.stage if line.group is None else f"{line.group} {line.template}"
+        call = f"{line.operator}({', '.join(line.inputs)})"
+        table.add_row("" if kernel == before else kernel, line.name, call, line.shape, line.place)
+        before = kernel
+    caches = ", ".join(f"{name} {list(shape)}" for name, shape in found.caches.items()) or "none"
+    text = (
+        f"caches for a block: {caches} ({found.cache_share:.1%} of its keys and values)"
+        f"{'; keeps state: requests share no pages' if found.stateful else ''}\n"
+        f"one step, one KV head, {found.context} tokens: the indexer moves {_size(found.fused)} "
+        f"({_size(found.unfused)} operator by operator), attention reads {_size(found.attended)} in at most "
+        f"{found.selects} blocks; dense attention would read {_size(found.dense)}"
+    )
+    return Group(table, Text(text))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1024:.1f} KiB" if count < 1 << 20 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,237 @@
+"""Flows in stages, as programs that search for them are judged: retrieval first, more for those that pass it.
+
+The prompt is read densely, but its question is decoded token by token under the flow, as the answer is; else most of
+what a short answer needs would have been known before the flow had a say.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.decode.flows import DENSE, parse_flow
+from kvgraft.engine.engine import Engine
+from kvgraft.engine.request import Request
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.metrics import SCORES, interval
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.prompts import as_parts
+from kvgraft.evaluate.tasks import GENERATED, Ask, Item, Shape
+
+ROWS = "flows.jsonl"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tasks that a flow must answer well before the next stage.
+
+    Attributes:
+        tasks: of each suite.
+        items: texts of each task, with up to four questions.
+        passes: share of dense attention's score that lets a flow go on.
+    """
+
+    name: str
+    tasks: Mapping[str, tuple[str, ...]]
+    items: int
+    passes: float = 0.0
+
+    def texts(self, seed: int, length: int) -> Iterator[tuple[str, Item]]:
+        """Items with their tasks; equal arguments give equal ones."""
+        shape = Shape(length, patterns=("alone",))
+        for suite, tasks in self.tasks.items():
+            for item in GENERATED[suite].items(seed, self.items, shape):
+                if item.phase_2 and item.phase_2[0].task in tasks:
+                    yield f"{suite}/{item.phase_2[0].task}", item
+
+
+STAGES = (
+    Stage("retrieval", {"ruler": ("needles",), "multidoc": ("distractors",)}, 2, 0.75),
+    Stage("reasoning", {"ruler": ("variable",), "multihop": ("hop", "hop_reversed"), "multidoc": ("chain",)}, 2, 0.5),
+    Stage("all", {"ruler": ("common", "frequent"), "chat": ("coreference", "needle", "glossary"),
+                  "agents": ("judge", "react"), "stress": ("poll", "chain")}, 2),
+)  # fmt: skip
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    stage: str
+    task: str
+    text: int
+    number: int
+    flow: str
+    score: float
+    answer: str
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on the same questions.
+
+    Attributes:
+        passed: stages that it has answered; the last may have been its end.
+        tokens_per_s, faster: of decode steps of one sequence, see `decoding.speedups`; 0 if nobody measured.
+    """
+
+    flow: str
+    score: float
+    low: float
+    high: float
+    of_dense: float
+    stages: dict[str, float]
+    tasks: dict[str, float]
+    passed: tuple[str, ...]
+    tokens_per_s: float = 0.0
+    faster: float = 0.0
+
+
+def evaluate(
+    engine: Engine,
+    flows: Sequence[str],
+    out: Path,
+    *,
+    seed: int = 1000,
+    length: int = 4096,
+    stages: Sequence[Stage] = STAGES,
+    scale: int = 1,
+    on_progress: OnProgress | None = None,
+) -> list[Row]:
+    """Let all flows through the stages; `dense` goes first and through all. What `out` holds is not asked again.
+
+    Args:
+        scale: times as many texts as the stages say.
+
+    Raises:
+        ValueError: a flow that cannot be right; nothing is asked then.
+    """
+    for flow in flows:
+        found = parse_flow(flow)
+        if found is not None:
+            engine.scheduler.flows.program(found)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_rows(out)}
+    left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
+    with (out / ROWS).open("ab") as file:
+        for place, stage in enumerate(stages):
+            wanted = Stage(stage.name, stage.tasks, stage.items * scale, stage.passes)
+            texts = list(wanted.texts(seed, length))
+            for text, (task, item) in enumerate(texts):
+                for row in _answers(engine, stage.name, task, text, item, left, rows):
+                    rows[row.stage, row.text, row.number, row.flow] = row
+                    file.write(msgspec.json.encode(row) + b"\n")
+                file.flush()
+                if on_progress is not None:
+                    on_progress(place * 1000 + 1000 * (text + 1) // len(texts), 1000 * len(stages))
+            scores = _scores(row for row in rows.values() if row.stage == stage.name)
+            left = [flow for flow in left if flow == DENSE or scores[flow] >= stage.passes * scores[DENSE]]
+    return [row for row in rows.values() if row.flow in {DENSE, *flows}]
+
+
+def _answers(
+    engine: Engine,
+    stage: str,
+    task: str,
+    text: int,
+    item: Item,
+    flows: Sequence[str],
+    known: Mapping[tuple[str, int, int, str], Row],
+) -> Iterator[Row]:
+    """What is not known yet. The text is read once, by whoever comes first."""
+    engine.clear_cache()
+    for number, ask in enumerate(item.phase_2):
+        for flow in flows:
+            if (stage, text, number, flow) in known:
+                continue
+            answer = _answer(engine, ask, flow)
+            yield Row(stage, task, text, number, flow, SCORES[ask.metric](answer, ask.answers), answer)
+
+
+def _answer(engine: Engine, ask: Ask, flow: str) -> str:
+    """Pages are shared where the flow allows that, and copied where it does not: exact, as all has been read so."""
+    parts, sampling = as_parts(ask.segments, ()), SamplingParams(max_tokens=ask.max_tokens)
+    tail = len(engine.encode(ask.segments[-1]))
+    [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, decoded_tail=tail)])
+    if result.error:
+        raise ValueError(f"the engine cannot answer a prompt: {result.error}")
+    return result.text
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The answers of a directory; a last line that was cut off by a kill is dropped from the file, too."""
+    path = directory / ROWS
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)
+    return [msgspec.json.decode(line, type=Row) for line in whole.splitlines()]
+
+
+def _scores(rows: Iterable[Row]) -> dict[str, float]:
+    by_flow: dict[str, list[float]] = {}
+    for row in rows:
+        by_flow.setdefault(row.flow, []).append(row.score)
+    return {flow: mean(scores) for flow, scores in by_flow.items()}
+
+
+def summarise(rows: Sequence[Row], speed: Mapping[str, tuple[float, float]] | None = None) -> list[Found]:
+    """One line a flow, best first: by the stages that it has answered, then by its score."""
+    dense = {(row.stage, row.text, row.number): row.score for row in rows if row.flow == DENSE}
+    found = []
+    for flow in dict.fromkeys(row.flow for row in rows):
+        own = [row for row in rows if row.flow == flow]
+        score = mean(row.score for row in own)
+        low, high = interval([row.score for row in own], [(row.stage, row.text) for row in own])
+        truth = mean(dense[row.stage, row.text, row.number] for row in own)
+        by_stage, by_task = (
+            {name: mean(row.score for row in own if getattr(row, key) == name) for name in dict.fromkeys(names)}
+            for key, names in (("stage", [row.stage for row in own]), ("task", [row.task for row in own]))
+        )
+        rates = (speed or {}).get(flow, (0.0, 0.0))
+        of_dense = score / max(truth, 1e-9)
+        found.append(Found(flow, score, low, high, of_dense, by_stage, by_task, tuple(by_stage), *rates))
+    return sorted(found, key=lambda one: (-len(one.passed), -one.score, one.flow))
+
+
+def frontier(found: Sequence[Found]) -> list[Found]:
+    """Flows than which no other is both better (in all stages) and faster, fastest first."""
+    whole = [one for one in found if len(one.passed) == max(len(other.passed) for other in found)]
+    return sorted(
+        (
+            one
+            for one in whole
+            if not any(
+                other.score >= one.score and other.faster >= one.faster and other != one for other in whole
+            )
+        ),
+        key=lambda one: -one.faster,
+    )  # fmt: skip
+
+
+def as_json(found: Sequence[Found]) -> str:
+    """What a program reads."""
+    return msgspec.json.format(msgspec.json.encode(list(found)), indent=2).decode() + "\n"
+
+
+def render(found: Sequence[Found]) -> RenderableType:
+    """A line for each flow; those of the frontier are marked."""
+    stages = list(dict.fromkeys(name for one in found for name in one.stages))
+    table = Table()
+    table.add_column("flow", overflow="fold", min_width=24)
+    for name in ("score", "95 %", *stages, "faster", ""):
+        table.add_column(name, justify="right")
+    best = frontier(found)
+    for one in found:
+        by_stage = [f"{one.stages[name]:.3f}" if name in one.stages else "-" for name in stages]
+        table.add_row(
+            one.flow, f"{one.score:.3f}", f"{one.low:.2f}-{one.high:.2f}", *by_stage,
+            f"{one.faster:.2f}x" if one.faster else "-", "*" if one in best else "",
+        )  # fmt: skip
+    legend = "score: mean of the stages that the flow has reached; *: no other flow is both better and faster"
+    return Group(table, Text(legend))
