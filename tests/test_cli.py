@@ -42,6 +42,31 @@ def test_generate_prints_the_answer_and_where_its_tokens_came_from(capsys: pytes
     assert "grafted" in printed
 
 
+def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert run(app, ["flow", "list", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 68
+    assert run(app, ["flow", "explain", "quest", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["flow"], told["selects"], told["caches"]) == ("quest", 32, {"low": [32], "high": [32]})
+    assert run(app, ["flow", "explain", "h2o"]) == 0
+    assert "keeps state: requests share no pages" in " ".join(capsys.readouterr().out.split())
+    bench = ["flow", "bench", "quest:k=9", "--length", "512", "--out", str(tmp_path / "out"), "--context", "600"]
+    assert run(app, [*bench, "--json"]) == 0
+    assert [one["flow"] for one in json.loads(capsys.readouterr().out)] == ["dense", "quest:k=9"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
+    search = ["flow", "search", "--candidates", "2", "--length", "512", "--out", str(tmp_path / "found")]
+    assert run(app, search) == 0
+    assert "2 candidates" in capsys.readouterr().out
+    mine = tmp_path / "mine.py"
+    for text, error in (
+        ("x = 1 +", "mine.py cannot be run: SyntaxError"),
+        ("x = 1", "mine.py has no flow: a class that inherits from Flow and has a name"),
+    ):
+        mine.write_text(text)
+        assert run(app, ["flow", "explain", str(mine)]) == 2
+        assert error in capsys.readouterr().err
+
+
 def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixture[str], case: Path):
     assert run(app, ["compare", str(case), "--json"]) == 0
     outcomes = json.loads(capsys.readouterr().out)

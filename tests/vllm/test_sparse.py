@@ -19,6 +19,7 @@ from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.sparse.program import install
 
+MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
 MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
@@ -53,7 +54,7 @@ def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProce
     assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
 
 
-@pytest.mark.parametrize("flow", ["block_topk:k=3", "double_sparse:k=2,layers_skip=0+2"])
+@pytest.mark.parametrize("flow", ["block_topk:k=3", "double_sparse:k=2,layers_skip=0+2", f"{MINE}:k=2,fine=1.5"])
 def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
     said = run(model, flow, MIXED)
     assert said["tokens"][0] == natively(native, flow, MIXED)
