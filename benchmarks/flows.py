@@ -33,7 +33,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Judge them; what the directory holds is not asked or timed again."""
-    named = [f"{flow}:k={count}" for count in k.split(",") for flow in flows.split(";")]
+    sides = [f"{flow}{',' if ':' in flow else ':'}k=" for flow in flows.split(";")]
+    named = [f"{side}{count}" for count in k.split(",") for side in sides]
     with progress_bar(Console(stderr=True), "answering") as on_progress:
         engine = Engine(MODEL_DIR, dtype="float32")
         rows = judging.evaluate(engine, named, out, seed=seed, scale=scale, on_progress=on_progress)
