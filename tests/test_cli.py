@@ -54,9 +54,6 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert run(app, [*bench, "--json"]) == 0
     assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:k=9"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
-    search = ["flow", "search", "--candidates", "2", "--length", "512", "--out", str(tmp_path / "found")]
-    assert run(app, search) == 0
-    assert "2 candidates" in capsys.readouterr().out
     mine = tmp_path / "mine.py"
     for text, error in (
         ("x = 1 +", "mine.py cannot be run: SyntaxError"),
