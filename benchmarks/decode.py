@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from kvgraft import Engine
 from kvgraft.decode import indexer as indexing
 from kvgraft.decode import operators
 from kvgraft.decode.flows import DENSE, parse_flow
+from kvgraft.engine import decode as decoding
 from kvgraft.engine.decoder import DTYPES
 from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
@@ -42,7 +43,8 @@ FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest
 
 @dataclass(frozen=True)
 class Row:
-    """One side at one length and batch size; ms of a step, tokens a second, ratio to dense, and shares of the step."""
+    """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the whole step and of
+    its attention with the indexer, and shares of the step."""
 
     host: str
     flow: str
@@ -51,6 +53,7 @@ class Row:
     step_ms: float
     tokens_per_s: float
     faster: float
+    attention_faster: float
     shares: Mapping[str, float]
 
 
@@ -61,12 +64,12 @@ class Clock:
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     @contextmanager
-    def watching(self, attention: tuple[Any, str]) -> Iterator[None]:
-        """Time the stages wherever they are called; attention is a function of a module or class."""
+    def watching(self, attention: Sequence[tuple[Any, str]]) -> Iterator[None]:
+        """Time the stages wherever they are called; attention are functions of modules, dense and sparse."""
         places: dict[str, list[tuple[Any, str]]] = {
             "indexer": [(indexing, "select"), (indexing, "tables"), (indexing, "fill")],
             "top-k": [(operators, "radix_topk")],
-            "attention": [attention],
+            "attention": [*attention],
         }
         before = [(owner, name, getattr(owner, name)) for found in places.values() for owner, name in found]
         for stage, found in places.items():
@@ -110,7 +113,7 @@ def make_model(folder: Path, layers: int, max_position: int) -> None:
 class Native:
     """The native engine, its pool full of random keys and values."""
 
-    name, watched = "native", (indexing, "block_sparse_attention")
+    name, watched = "native", ((indexing, "block_sparse_attention"), (decoding, "segpaged_attention"))
 
     def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
         pages, (dtype, device) = batch * (-(-context // block) + 1), place
@@ -126,11 +129,12 @@ class Vllm:
 
     def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
         from vllm import LLM, SamplingParams
+        from vllm import _custom_ops as ops
 
         from kvgraft.vllm.compat import FLOW, WORKER_CLASS
         from kvgraft.vllm.sparse.attention import SparseImpl
 
-        self.watched = (SparseImpl, "_attend")
+        self.watched = ((ops, "cpu_attention_with_kv_cache"), (ops, "cpu_attn_get_scheduler_metadata"))
         blocks = batch * (-(-(context + 4096) // block) + 1) + 1
         self.llm = LLM(
             str(folder), dtype=place[0], enforce_eager=True, block_size=block, max_model_len=context + 4096,
@@ -180,7 +184,7 @@ class Vllm:
 def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
     """All sides in turn; then each once more, watched."""
     times = in_turn(host.sides, rounds)
-    rows = []
+    rows, dense = [], 0.0
     for name, column in times.items():
         clock, seconds = Clock(), 0.0
         with clock.watching(host.watched):
@@ -190,9 +194,11 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
                 wait()
                 seconds += time.perf_counter() - start
         ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], column, strict=True))
-        shares = {stage: found / seconds for stage, found in clock.seconds.items()} if name != DENSE else {}
+        own = clock.seconds["indexer"] + clock.seconds["attention"]
+        dense = dense or own  # the first side
+        shares = {stage: found / seconds for stage, found in clock.seconds.items()}
         step = statistics.median(column)
-        rows.append(Row(host.name, name, context, batch, 1e3 * step, batch / step, ratio, shares))
+        rows.append(Row(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
     return rows
 
 
@@ -254,13 +260,13 @@ def main(
 def table_of(rows: list[Row]) -> Table:
     """One line a side, length and batch."""
     table = Table("", box=box.MARKDOWN)
-    for name in ("context", "batch", "step ms", "tokens/s", "faster", *STAGES):
+    for name in ("context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES):
         table.add_column(name, justify="right")
     for row in rows:
-        shares = [f"{row.shares[stage]:.0%}" if row.shares else "" for stage in STAGES]
+        shares = [f"{row.shares[stage]:.0%}" for stage in STAGES]
         table.add_row(
             row.flow, f"{row.context // 1024}K", str(row.batch), f"{row.step_ms:.2f}", f"{row.tokens_per_s:.0f}",
-            f"{row.faster:.2f}x", *shares,
+            f"{row.faster:.2f}x", f"{row.attention_faster:.1f}x", *shares,
         )  # fmt: skip
     return table
 

@@ -245,11 +245,11 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _top(scores: Tensor, *, k: int, tolerance: float | None = None, lengths: Tensor | None = None) -> Tensor:
-    """int64 [S, k]; without a tolerance exact: on CPU nothing beats PyTorch's own."""
+    """int64 [S, k]; on CPU always exact, since nothing beats PyTorch's own (docs/results/flows.md)."""
     flat = scores.flatten(1)
     if lengths is None:
         lengths = torch.full((len(flat),), flat.shape[1], device=flat.device)
-    torchs = "reference" if tolerance is None and flat.device.type == "cpu" else None
+    torchs = "reference" if flat.device.type == "cpu" else None
     return radix_topk(flat, lengths, k, tolerance or 0.0, implementation=torchs)
 
 
