@@ -110,8 +110,8 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
 
 
 def write_pareto(found: Sequence[Found], best: Sequence[Found], directory: Path) -> Path:
-    """Accuracy against speed of flows; those that no other beats in both are joined and named. Those that an early
-    stage has ended are paler: their score is of easier tasks."""
+    """Accuracy against speed of flows; those that no other beats in both are joined, numbered and named. Those that
+    an early stage has ended are paler: their score is of easier tasks."""
     last = max(len(one.passed) for one in found)
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.8))
@@ -122,9 +122,12 @@ def write_pareto(found: Sequence[Found], best: Sequence[Found], directory: Path)
                 color="tab:red" if on_it else "tab:blue" if whole else "grey",
             )  # fmt: skip
         axes.plot([one.faster for one in best], [one.score for one in best], color="tab:red", linewidth=1)
-        for number, one in enumerate(best):
-            place = (8, -4 - 11 * (number % 2))
-            axes.annotate(one.flow, (one.faster, one.score), xytext=place, textcoords="offset points", fontsize=7)
+        for number, one in enumerate(best, 1):
+            axes.annotate(
+                str(number), (one.faster, one.score), xytext=(0, 6), textcoords="offset points", fontsize=8, ha="center"
+            )
+        named = "\n".join(f"{number}  {one.flow}" for number, one in enumerate(best, 1))
+        axes.text(1.02, 0.5, named, transform=axes.transAxes, fontsize=8, va="center")
         axes.set_xlabel("decode step: times as fast as dense attention")
         axes.set_ylabel("score")
         axes.set_ylim(-0.02, 1.05)
