@@ -21,13 +21,12 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 
 SPEED = "speed.json"
+NAMED = ";".join(name for name in FLOWS if not name.startswith("channel_"))
 
 
 def main(
     k: Annotated[str, typer.Option(help="Blocks that flows choose, by commas.")] = "29",
-    flows: Annotated[str, typer.Option(help="By semicolons.", show_default="all that mask nothing")] = ";".join(
-        name for name in FLOWS if not name.startswith("channel_")
-    ),
+    flows: Annotated[str, typer.Option(help="By semicolons.", show_default="all that mask nothing")] = NAMED,
     out: Path = Path("docs/results/flows"),
     seed: int = 1000,
     context: Annotated[int, typer.Option(help="Tokens at which decode steps are timed; 0 for no timing.")] = 32768,

@@ -62,6 +62,17 @@ class Batch:
         return int(self.filled.max())
 
     @cached_property
+    def spacing(self) -> tuple[int, int] | None:
+        """The first row and the distance from one sequence's to the next's, if the rows of each follow one another and
+        all sequences are equally far apart: then they can be read where they are."""
+        rows = self.rows[:, : self.num_blocks]
+        apart = rows[:, 0].diff()
+        step = int(apart[0]) if len(apart) else 0
+        if step < 0 or bool((apart != step).any()) or bool((rows.diff(dim=1) != 1).any()):
+            return None
+        return int(rows[0, 0]), step
+
+    @cached_property
     def missing(self) -> Tensor | None:
         """bool [S, B]: blocks that a sequence does not have; None if all have as many."""
         if bool((self.filled == self.num_blocks).all()):
@@ -159,15 +170,23 @@ class _Run:
             return _cut(self.made[given][rows], given, blocks)
         if given.name == "q":
             return self._query[rows]
-        cache, table = self._pool[given.name], self._batch.rows[rows, blocks]
-        if isinstance(cache, Tensor):  # each cache its own room: a group may read several
-            found = take(f"cache {given.name}", cache, table.flatten())
-        else:
-            found = cache[table.flatten()]
-        found = found.view(*table.shape, *found.shape[1:]).float()
+        found = self._gather(given.name, rows, blocks).float()
         if local is not None:
             local[given] = found
         return found
+
+    def _gather(self, name: str, rows: slice, blocks: slice) -> Tensor:
+        """A cache of some sequences and blocks, [s, t, ...], until the next call for this cache."""
+        cache, table = self._pool[name], self._batch.rows[rows, blocks]
+        if isinstance(cache, Tensor) and self._batch.spacing is not None:
+            first, apart = self._batch.spacing
+            row = cache.stride(0)
+            start = first + (rows.start or 0) * apart + blocks.start
+            strides = (apart * row, row, *cache.stride()[1:])
+            return cache.as_strided((*table.shape, *cache.shape[1:]), strides, cache.storage_offset() + start * row)
+        # each cache has its own room: a group may read several
+        found = take(f"cache {name}", cache, table.flatten()) if isinstance(cache, Tensor) else cache[table.flatten()]
+        return found.view(*table.shape, *found.shape[1:])
 
     def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
         """What a chunk has made of a value that others need."""
