@@ -1,6 +1,6 @@
 import pytest
 
-from kvgraft.prefill.options import count_layers
+from kvgraft.methods import count_layers
 from kvgraft.prefill.policies import POLICIES, Full, Policy, SparseX, Transitive, make_policy, parse_policy
 
 

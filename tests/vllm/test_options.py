@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgraft.prefill.options import count_layers
+from kvgraft.methods import count_layers
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Condense, Full, Naive, SamKV, SparseX
 from kvgraft.vllm.options import (

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 from kvgraft.decode.graph import Line, Value, tracing
 from kvgraft.decode.operators import Stage, describe, same_entries
 from kvgraft.decode.vtensor import Blocks, Shape
+from kvgraft.methods import require_at_least
 
 Selection = Value | Sequence[int | Blocks]
 
@@ -70,8 +71,7 @@ class Flow(ABC):
         if not isinstance(layers, tuple) or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
             raise ValueError(f"layers_skip must be layers, such as 0 or 0+1, or none, got {given!r}")
         object.__setattr__(self, "layers_skip", layers)
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
-            raise ValueError(f"k must be an integer of at least 1, got {self.k!r}")
+        require_at_least("k", self.k, 1)
 
     def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
         """Names of the flow's own caches, and the shape of what each holds for a block."""

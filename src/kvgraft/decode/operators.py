@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvgraft.decode.vtensor import Blocks, Dim, Shape
 from kvgraft.kernels.dispatch import radix_topk
+from kvgraft.methods import require_at_least, require_share
 
 
 class Stage(Enum):
@@ -181,10 +182,9 @@ def _saved(cache: Shape, x: Shape) -> Shape:
 
 
 def _selection(shape: Shape, *, k: int, tolerance: float | None = None) -> Shape:
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be an integer of at least 1, got {k!r}")
-    if tolerance is not None and (not isinstance(tolerance, int | float) or not 0 <= tolerance <= 1):
-        raise ValueError(f"tolerance must be a share from 0 to 1, got {tolerance!r}")
+    require_at_least("k", k, 1)
+    if tolerance is not None:
+        require_share("tolerance", tolerance)
     if not any(isinstance(size, Blocks) for size in shape) or math.prod(x for x in shape if isinstance(x, int)) != 1:
         raise ValueError(f"{describe(shape)} has not one score for each block: reduce it to [1, B, 1]")
     return (1, k)

@@ -24,10 +24,10 @@ from kvgraft.kv.cache import KVCache
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
+from kvgraft.methods import require_amount
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.prefill.options import require_amount
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvgraft.methods import require_choice
 from kvgraft.prefill.context import Policy, PrefillContext, Reduction
-from kvgraft.prefill.options import require_choice
 from kvgraft.prefill.plan import Plan
 
 Rows = Literal["all_fresh", "question"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvgraft.kv.documents import Blocks
+from kvgraft.methods import require_at_least, require_choice, require_share
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.documents.context import DocumentContext
-from kvgraft.prefill.options import require_at_least, require_choice, require_share
 
 Recomputed = Literal["none", "anchors", "kept"]
 Update = Literal["overwrite", "fusion"]

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.options import require_at_least, require_share
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
-from kvgraft.prefill.options import require_at_least, require_share
 
 
 @dataclass(frozen=True)

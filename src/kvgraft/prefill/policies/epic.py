@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvgraft.methods import require_at_least
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.options import require_at_least
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from kvgraft.methods import require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.options import require_share
 from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 

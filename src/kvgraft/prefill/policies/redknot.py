@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.prefill.context import Heads, Hidden, PrefillContext
-from kvgraft.prefill.options import (
+from kvgraft.methods import (
     count_layers,
     require_at_least,
     require_choice,
     require_layers,
     require_share,
 )
+from kvgraft.prefill.context import Heads, Hidden, PrefillContext
 from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 Switch = Literal["on", "off"]

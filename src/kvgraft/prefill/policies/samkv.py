@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.methods import require_choice
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Update
-from kvgraft.prefill.options import require_choice
 
 Switch = Literal["on", "off"]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.options import count_layers, require_at_least, require_layers, require_share
 from kvgraft.prefill.selection import SelectsByAttention
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvgraft.prefill.options import require_amount, require_at_least, require_share
+from kvgraft.methods import require_amount, require_at_least, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY
 from kvgraft.vllm.options import served_policy
 
