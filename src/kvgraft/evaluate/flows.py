@@ -18,6 +18,7 @@ from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.evaluate.lines import read_lines
 from kvgraft.evaluate.metrics import SCORES, interval
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_parts
@@ -114,7 +115,7 @@ def evaluate(
         if found is not None:
             engine.scheduler.flows.program(found)
     out.mkdir(parents=True, exist_ok=True)
-    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_rows(out)}
+    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, Row)}
     left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
     with (out / ROWS).open("ab") as file:
         for place, stage in enumerate(stages):
@@ -159,18 +160,6 @@ def _answer(engine: Engine, ask: Ask, flow: str) -> str:
     if result.error:
         raise ValueError(f"the engine cannot answer a prompt: {result.error}")
     return result.text
-
-
-def read_rows(directory: Path) -> list[Row]:
-    """The answers of a directory; a last line that was cut off by a kill is dropped from the file, too."""
-    path = directory / ROWS
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        path.write_bytes(whole)
-    return [msgspec.json.decode(line, type=Row) for line in whole.splitlines()]
 
 
 def _scores(rows: Iterable[Row]) -> dict[str, float]:

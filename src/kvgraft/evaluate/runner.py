@@ -10,6 +10,7 @@ import msgspec
 
 from kvgraft import __version__
 from kvgraft.evaluate.hosts import Answer, Host
+from kvgraft.evaluate.lines import read_lines
 from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite
@@ -102,15 +103,8 @@ def run(settings: Settings, host: Host, directory: Path, on_progress: OnProgress
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """The rows of an evaluation; a last line that was cut off by a kill is dropped from the file, too."""
-    path = directory / ROWS
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        path.write_bytes(whole)
-    return [msgspec.json.decode(line, type=Row) for line in whole.splitlines()]
+    """The rows of an evaluation."""
+    return read_lines(directory / ROWS, Row)
 
 
 def _items(settings: Settings) -> Iterator[tuple[str, str, int, Item]]:
