@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from kvgraft.decode.flow import Flow
-from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.decoder import DTYPES, Decoder, check_device
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
@@ -137,7 +136,7 @@ class Engine:
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
-        self.flow = self._as_flow(flow)
+        self.flow = self.scheduler.flows.find(flow)
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
@@ -292,11 +291,11 @@ class Engine:
             tokenised = self._tokenise(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
-            flow = self.flow if request.flow is None else self._as_flow(request.flow)
+            flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1
             if not 0 <= request.decoded_tail <= most:
                 raise ValueError(f"decoded_tail must be from 0 to {most} for this prompt, got {request.decoded_tail}")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
         tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
@@ -306,37 +305,12 @@ class Engine:
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
         if isinstance(policy, KeepsDocuments):
-            self._place_documents(sequence, policy, tokenised)
+            sequence.place_documents(policy, tokenised.segments, self.memory.cache.layout)
         return sequence
-
-    def _place_documents(self, sequence: Sequence, policy: KeepsDocuments, tokenised: TokenisedPrompt) -> None:
-        """The segments are the documents; but the last token of a prompt is always computed."""
-        last = sequence.num_prompt - 1
-        documents = tuple(range(start, min(stop, last)) for start, stop in tokenised.segments if start < last)
-        if self.memory.cache.layout.num_local_lists:
-            sequence.report.fallback = "head_paging"
-        elif not documents:
-            sequence.report.fallback = "no_documents"
-        else:
-            sequence.documents = documents
-            lengths = [len(span) for span in documents]
-            sequence.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _as_flow(self, flow: str | Flow | None) -> Flow | None:
-        """A flow that this model's decode steps can follow; raises ValueError as `parse_flow` and `trace`."""
-        found = parse_flow(flow) if isinstance(flow, str) else flow
-        if found is None:
-            return None
-        if self.memory.cache.layout.num_local_lists:
-            raise ValueError(
-                f"flow {found.name!r} and head_paging exclude each other: local heads keep no blocks to choose"
-            )
-        self.scheduler.flows.program(found)
-        return found
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)

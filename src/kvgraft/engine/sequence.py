@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -12,8 +13,10 @@ from kvgraft.decode.flow import Flow
 from kvgraft.engine.request import Event, Report, Request, Result
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.text import IncrementalText
+from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
 
 _sources = count()
@@ -100,6 +103,22 @@ class Sequence:
     def first_token_pending(self) -> bool:
         """Whether its prompt has not been answered yet."""
         return len(self.tokens) == self.num_prompt
+
+    def place_documents(
+        self, policy: KeepsDocuments, segments: Iterable[tuple[int, int]], layout: StreamLayout
+    ) -> None:
+        """The segments are the documents of which the policy keeps a part; but the last token of a prompt is always
+        computed."""
+        last = self.num_prompt - 1
+        documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
+        if layout.num_local_lists:
+            self.report.fallback = "head_paging"
+        elif not documents:
+            self.report.fallback = "no_documents"
+        else:
+            self.documents = documents
+            lengths = [len(span) for span in documents]
+            self.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
         """Take the next token, emit its text, and finish when an end is reached; of a prompt that is not read to its

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvgraft.decode.executor import Batch
 from kvgraft.decode.flow import Flow, Program, trace
+from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache
@@ -49,6 +50,19 @@ class SparseDecode:
         self._group = group
         self._programs: dict[Flow, Program] = {}
         self._indexers: dict[Flow, Indexer] = {}
+
+    def find(self, flow: str | Flow | None) -> Flow | None:
+        """A flow that decode steps of this engine can follow, from what names it; None for dense attention.
+
+        Raises:
+            FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no blocks to choose.
+        """
+        found = parse_flow(flow) if isinstance(flow, str) else flow
+        if found is not None:
+            if self._cache.layout.num_local_lists:
+                raise ValueError(f"flow {found.name!r} and head_paging exclude each other: local heads keep no blocks")
+            self.program(found)
+        return found
 
     def program(self, flow: Flow) -> Program:
         """The flow, traced for this model; raises FlowError if it cannot be right."""
