@@ -35,7 +35,12 @@ from kvgraft.engine import decode as decoding
 from kvgraft.engine.decoder import DTYPES
 from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
+from scenarios import make_random_model
 
+SHAPE = {
+    "hidden_size": 1024, "intermediate_size": 3072,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
 STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest:k=29,layers_skip=none"
@@ -91,23 +96,6 @@ class Clock:
             return result
 
         return timed
-
-
-def make_model(folder: Path, layers: int, max_position: int) -> None:
-    """Random weights, and a tokenizer of words w0, w1 and so on."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=max_position, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 class Native:
@@ -234,7 +222,7 @@ def main(
         TemporaryDirectory() as folder,
         progress_bar(Console(stderr=True), "decode") as on_progress,
     ):
-        make_model(Path(folder), layers, max(lengths) + 8192)
+        make_random_model(Path(folder), layers, max(lengths) + 8192, SHAPE)
         for number, (context, batch) in enumerate(todo):
             on_progress(number, len(todo))
             if batch * context * layers * 8 * 128 * 2 * itemsize > MEMORY_GIB * 2**30:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from decode import make_model
+from decode import SHAPE
 from kvgraft import Engine
 from kvgraft.decode.flows import DENSE, FLOWS
 from kvgraft.evaluate import flows as judging
@@ -19,6 +19,7 @@ from kvgraft.evaluate.decoding import speedups
 from kvgraft.evaluate.plots import write_pareto
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
+from scenarios import make_random_model
 
 SPEED = "speed.json"
 NAMED = ";".join(name for name in FLOWS if not name.startswith("channel_"))
@@ -53,7 +54,7 @@ def time_steps(flows: list[str], context: int, path: Path) -> dict[str, tuple[fl
     """Of each flow, in all layers, tokens a second and how many times faster than dense."""
     known = json.loads(path.read_text()) if path.exists() else {}
     with TemporaryDirectory() as folder, progress_bar(Console(stderr=True), "timing") as on_progress:
-        make_model(Path(folder), 2, context + 64)
+        make_random_model(Path(folder), 2, context + 64, SHAPE)
         for number, flow in enumerate(flows):
             if flow not in known:
                 everywhere = flow if flow == DENSE else f"{flow},layers_skip=none"

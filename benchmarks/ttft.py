@@ -14,6 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -63,17 +64,18 @@ class Report:
     full: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
 
-def make_model(folder: Path, layers: int, max_position: int) -> None:
-    """A Qwen3-shaped model with random weights: hidden 512, 8 query and 2 key-value heads of 64."""
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+
+
+def make_model(folder: Path, layers: int, max_position: int, shape: Mapping[str, int] = SHAPE) -> None:
+    """A Qwen3-shaped model with random weights."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
+        **shape,
         max_position_embeddings=max_position,
         tie_word_embeddings=True,
         bos_token_id=None,
