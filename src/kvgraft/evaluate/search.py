@@ -17,6 +17,7 @@ import msgspec
 
 from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import parse_flow
+from kvgraft.decode.graph import Value
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate import flows as judging
 from kvgraft.evaluate.flows import Found
@@ -219,13 +220,10 @@ def _parts(program: Program) -> tuple[set[object], set[object], set[object]]:
     return set(program.caches.items()), {v.made_by.name for v in values}, {str(call) for call in calls}
 
 
-def _sources(value: object) -> list[str]:
+def _sources(value: Value) -> list[str]:
     """What a value is made of, by operator or name."""
-    names = []
-    for given in getattr(value, "inputs", ()):
-        operator = getattr(given, "operator", None)
-        names.append(operator.name if operator else getattr(given, "name", repr(given)))
-    return names
+    given = [x for x in value.inputs if isinstance(x, Value)]
+    return [x.operator.name if x.operator else x.name for x in given]
 
 
 def _jaccard(one: set[object], other: set[object]) -> float:
