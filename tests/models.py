@@ -33,7 +33,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "num_hidden_layers": 4},
+    "deepseek_v3": {
+        "first_k_dense_replace": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_nextn_predict_layers": 0,
+    },
 }
+FAMILIES["deepseek_v2"] = FAMILIES["deepseek_v3"] | {"q_lora_rank": None}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -52,7 +63,7 @@ def make_model(
     """Write a model of `family` whose config differs from TINY and FAMILIES by `overrides`; logits of order 1-5."""
     torch.manual_seed(seed)
     settings = TINY | FAMILIES[family] | overrides
-    if family == "qwen2":
+    if family == "qwen2" or family.startswith("deepseek"):
         settings.pop("head_dim")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     for name, parameter in model.named_parameters():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvgraft.engine.config import UnsupportedModel, load_config, weight_files
+from kvgraft.engine.checkpoint import UnsupportedModel, weight_files
+from kvgraft.engine.config import load_config
 from kvgraft.kv.rope import Rope
 from models import BOS, EOS, make_model
 
@@ -41,7 +42,9 @@ def test_families_differ_where_they_should(model_dirs: dict[str, Path]) -> None:
     assert {family for family, config in configs.items() if config.qk_norm} == {"qwen3"}
     assert {family for family, config in configs.items() if config.qkv_bias} == {"qwen2"}
     assert {family for family, config in configs.items() if config.tie_word_embeddings} == {"qwen2"}
-    assert {config.head_dim for family, config in configs.items() if family != "qwen3"} == {16}
+    dims = {family: config.head_dim for family, config in configs.items()}
+    assert dims == {"llama": 16, "mistral": 16, "qwen2": 16, "qwen3": 32, "deepseek_v2": 32, "deepseek_v3": 32}
+    assert {family for family, config in configs.items() if config.latent} == {"deepseek_v2", "deepseek_v3"}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,13 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_p
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
             "64",
         ),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "experts are not supported: first_k_dense_replace 2 of 3 layers"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias with latent attention"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads 2 with latent attention.* 4, are"),
+        ("deepseek_v3", {"kv_lora_rank": 25}, "kv_lora_rank must be positive and even, got 25"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be positive and even, got 7"),
+        ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank must be positive, got 0"),
+        ("deepseek_v3", scaled("yarn"), "yarn"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window None"),
     ],
 )

@@ -36,6 +36,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-query-latent": ("deepseek_v2", {"q_lora_rank": 40, "mlp_bias": True}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
+    "deepseek-v3-linear": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "sharded": ("qwen3", {"max_shard_size": "50KB"}),
 }
 
@@ -51,7 +59,8 @@ def dense_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     hidden = decoder.embed(token_ids)
     for layer in range(config.num_layers):
         q, k, v = (x.transpose(0, 1) for x in decoder.project(layer, hidden, cos, sin))  # [H, n, d]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        scale = config.attention_scale
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         hidden = finish(decoder, layer, hidden, attended.transpose(0, 1).flatten(1))
     return decoder.logits(hidden)
 

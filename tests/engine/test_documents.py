@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams
+from kvgraft.engine.decoder import causal_attention
 from kvgraft.kv.documents import Document
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.documents.context import DocumentContext
@@ -18,7 +19,7 @@ from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE, make_head_map
 
-FAMILIES = ("llama", "mistral", "qwen3")  # transformers replaces the word tokenizer of a qwen2
+FAMILIES = ("llama", "mistral", "qwen3", "deepseek_v3")  # transformers replaces the word tokenizer of a qwen2
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING: dict[str, Any] = {"ratio": 1.0, "recomputed": "kept", "update": "overwrite"}
 EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(rounds=1, halo=0, **EVERYTHING)]
@@ -121,10 +122,9 @@ def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], to
         hidden = decoder.embed(torch.tensor(tokens))
         for layer in range(config.num_layers):
             query, keys, values = decoder.project(layer, hidden, cos, sin)
-            parts = (part.transpose(0, 1)[None] for part in (query, keys, values))
             mask = visible[: len(tokens), : len(tokens)]
-            attended = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
-            hidden = decoder.add_attention(layer, hidden, attended[0].transpose(0, 1).flatten(1))
+            attended = causal_attention(query, keys, values, config.attention_scale, mask)
+            hidden = decoder.add_attention(layer, hidden, attended.flatten(1))
             hidden = decoder.feed_forward(layer, hidden)
         logits = decoder.logits(hidden[-1:])[0]
         first = logits if step == 0 else first

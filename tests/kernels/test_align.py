@@ -142,6 +142,19 @@ def test_pool_with_keys_and_values_side_by_side(implementation: str) -> None:
     assert torch.equal(both[2, target, 1], both[2, source, 1])
 
 
+@every_implementation
+def test_keys_that_are_values_too(implementation: str) -> None:
+    """Of latent attention, where only the last pairs of each half turn."""
+    keys = normal(NUM_LAYERS, NUM_SLOTS, 1, 48, seed=11)
+    (source, target), (cos, sin) = slots(63), Rope(48, rotary_dim=16).table(shifts(63))
+    expected = keys.clone()
+    expected[2, target] = rotate(keys[2, source], cos, sin)
+    align_copy(keys, None, range(2, 3), source, target, cos, sin, implementation=implementation)
+    torch.testing.assert_close(keys, expected, atol=2e-6, rtol=0)
+    still = [*range(16), *range(24, 40)]
+    assert torch.equal(keys[2, target][..., still], keys[2, source][..., still])
+
+
 def test_more_tokens_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk is smaller; one has no shift at all, and the one after it only begins so."""
     monkeypatch.setattr(cpu_align, "CHUNK_ELEMENTS", 10 * 64)

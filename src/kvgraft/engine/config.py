@@ -1,15 +1,15 @@
 """What a model directory holds, read once and refused early when the engine could not run it exactly."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 from transformers import AutoConfig
 
+from kvgraft.engine.checkpoint import UnsupportedModel, fingerprint, read_json, weight_files
 from kvgraft.kv.rope import Rope
 
 SUPPORTED_ARCHITECTURES = {
@@ -17,6 +17,8 @@ SUPPORTED_ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 _SIZES = (
     "hidden_size",
@@ -27,10 +29,6 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-_SAMPLE_BYTES = 4096
-_T = TypeVar("_T")
 
 
 class _RawConfig(msgspec.Struct):
@@ -42,28 +40,42 @@ class _RawConfig(msgspec.Struct):
     quantization_config: Any = None
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
 class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
-class _StoredTensor(msgspec.Struct):
-    dtype: str
-    data_offsets: tuple[int, int]
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (MLA; DeepSeek-V2, section 2.1).
 
+    Attributes:
+        rank: of the latent, from which all heads get their keys and values.
+        query_rank: of the queries' own latent; None if they have none.
+        nope_dim, rope_dim: of a query head, the channels that know no position, and those that turn with it.
+        value_dim: of a head.
+        interleaved: whether channel 2i of `rope_dim` turns with 2i + 1, not i with the one in the other half.
+    """
 
-class UnsupportedModel(ValueError):
-    """The model directory is readable, but this engine would not compute the same function as its authors."""
+    rank: int
+    query_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a query head."""
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder of the Llama family.
+    """A dense decoder of the Llama family, or one with latent attention (DeepSeek) and no experts.
 
     Attributes:
+        num_kv_heads, head_dim: of what the KV cache holds; with latent attention one head of `rank + rope_dim`.
+        latent: None with grouped-query attention.
         max_position: number of positions the model was made for.
         qk_norm: RMSNorm over each query and key head before rotation (Qwen3).
         qkv_bias, out_bias, mlp_bias: whether those linear layers have biases.
@@ -92,15 +104,28 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: torch.dtype
     identity: str
+    latent: LatentAttention | None = None
+
+    @property
+    def attention_scale(self) -> float:
+        """Of the attention logits."""
+        return float(self.head_dim if self.latent is None else self.latent.query_dim) ** -0.5
 
     @property
     def project_flops(self) -> int:
         """Floating-point operations to get one token's queries, keys and values in one layer."""
+        if self.latent is not None:
+            width, queries = self.latent.query_rank, self.num_heads * self.latent.query_dim
+            of_queries = self.hidden_size * queries if width is None else width * (self.hidden_size + queries)
+            absorbed = self.num_heads * self.latent.nope_dim * self.latent.rank
+            return 2 * (of_queries + absorbed + self.hidden_size * self.head_dim)
         return 2 * self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def output_flops(self) -> int:
         """Those to project one token's attention output in one layer."""
+        if self.latent is not None:
+            return 2 * self.num_heads * self.latent.value_dim * (self.latent.rank + self.hidden_size)
         return 2 * self.num_heads * self.head_dim * self.hidden_size
 
     @property
@@ -122,25 +147,28 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         UnsupportedModel: the model is not one that this engine computes exactly; the message says why.
     """
     model_dir = Path(model_dir)
-    architecture = _supported_architecture(_read_json(model_dir / "config.json", _RawConfig))
+    architecture = _supported_architecture(read_json(model_dir / "config.json", _RawConfig))
     files = weight_files(model_dir)
     hf = _with_defaults(model_dir)
     _refuse_inexact(hf, architecture)
+    latent = _latent(hf) if architecture.startswith("Deepseek") else None
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if latent is not None:
+        head_dim = latent.rank + latent.rope_dim
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    dtype, identity = _fingerprint(model_dir, files)
+    dtype, identity = fingerprint(model_dir, files)
     return ModelConfig(
         architecture=architecture,
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        num_kv_heads=hf.num_key_value_heads if latent is None else 1,
         head_dim=head_dim,
         intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         norm_eps=hf.rms_norm_eps,
         max_position=hf.max_position_embeddings,
-        rope=_rope(head_dim, hf.rope_parameters),
+        rope=_rope(head_dim, hf.rope_parameters, latent),
         qk_norm=architecture == "Qwen3ForCausalLM",
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         out_bias=attention_bias,
@@ -150,34 +178,8 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         bos_token_id=hf.bos_token_id,
         dtype=dtype,
         identity=identity,
+        latent=latent,
     )
-
-
-def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint: `model.safetensors`, or the shards that its index names.
-
-    Raises:
-        FileNotFoundError: there is neither, or a shard is missing.
-    """
-    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.is_file():
-        return (single,)
-    if not index.is_file():
-        raise FileNotFoundError(f"{model_dir} has no model.safetensors and no {index.name}: convert the weights first")
-    names = sorted(set(_read_json(index, _Index).weight_map.values()))
-    for name in names:
-        if Path(name).name != name or not (model_dir / name).is_file():
-            raise FileNotFoundError(f"{index} names {name!r}, which is not a file of {model_dir}")
-    return tuple(model_dir / name for name in names)
-
-
-def _read_json(path: Path, kind: type[_T]) -> _T:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} is not a model directory: it has no {path.name}")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
-        raise UnsupportedModel(f"{path} is malformed: {error}") from error
 
 
 def _supported_architecture(raw: _RawConfig) -> str:
@@ -223,52 +225,46 @@ def _refuse_inexact(hf: Any, architecture: str) -> None:
         )
 
 
-def _rope(head_dim: int, parameters: Mapping[str, Any]) -> Rope:
+def _latent(hf: Any) -> LatentAttention:
+    """Sizes of a DeepSeek model, if it has no experts and nothing else that the decoder does not compute."""
+    if hf.first_k_dense_replace < hf.num_hidden_layers:
+        raise UnsupportedModel(
+            f"layers of experts are not supported: first_k_dense_replace {hf.first_k_dense_replace} of "
+            f"{hf.num_hidden_layers} layers are dense, and all must be"
+        )
+    if hf.attention_bias:
+        raise UnsupportedModel("attention_bias with latent attention is not supported")
+    if hf.num_key_value_heads != hf.num_attention_heads:
+        raise UnsupportedModel(
+            f"num_key_value_heads {hf.num_key_value_heads} with latent attention: only as many as query heads, "
+            f"{hf.num_attention_heads}, are supported"
+        )
+    for name in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"):
+        size, halved = getattr(hf, name), name in ("kv_lora_rank", "qk_rope_head_dim")
+        if (size is None and name == "q_lora_rank") or (size > 0 and not (halved and size % 2)):
+            continue
+        raise UnsupportedModel(f"{name} must be positive{' and even' if halved else ''}, got {size}")
+    return LatentAttention(
+        rank=hf.kv_lora_rank,
+        query_rank=hf.q_lora_rank,
+        nope_dim=hf.qk_nope_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        value_dim=hf.v_head_dim,
+        interleaved=bool(getattr(hf, "rope_interleave", True)),
+    )
+
+
+def _rope(head_dim: int, parameters: Mapping[str, Any], latent: LatentAttention | None) -> Rope:
     try:
-        return Rope.from_parameters(head_dim, parameters)
+        return Rope.from_parameters(head_dim, parameters, latent.rope_dim if latent else None)
     except ValueError as error:
         raise UnsupportedModel(str(error)) from error
 
 
 def _eos_token_ids(hf: Any, model_dir: Path) -> tuple[int, ...]:
     path = model_dir / "generation_config.json"
-    generation = _read_json(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
+    generation = read_json(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
     ids: list[int] = []
     for value in (hf.eos_token_id, generation.eos_token_id):
         ids += [value] if isinstance(value, int) else value or ()
     return tuple(dict.fromkeys(ids))
-
-
-def _read_header(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
-    """The header of a safetensors file (an 8-byte little-endian length, then that many bytes of JSON), and decoded."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(min(size, _MAX_HEADER_BYTES))
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        return header, {name: msgspec.json.decode(entry, type=_StoredTensor) for name, entry in entries.items()}
-    except msgspec.DecodeError as error:
-        raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
-
-
-def _fingerprint(model_dir: Path, files: tuple[Path, ...]) -> tuple[torch.dtype, str]:
-    """The stored dtype, and SHA-256 over config.json and every file's name, size, header and a sample per tensor.
-
-    The samples tell two checkpoints of one shape apart (a model and its fine-tune) without reading them whole.
-    """
-    config = (model_dir / "config.json").read_bytes()
-    digest = hashlib.sha256(f"{len(config)}|".encode() + config)
-    dtypes: set[str] = set()
-    for path in files:
-        header, tensors = _read_header(path)
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
-        digest.update(f"|{path.name}|{path.stat().st_size}|{len(header)}|".encode() + header)
-        with path.open("rb") as file:
-            for start, end in sorted(tensor.data_offsets for tensor in tensors.values()):
-                size = min(_SAMPLE_BYTES, end - start)
-                file.seek(8 + len(header) + (start + end - size) // 2)
-                digest.update(file.read(size))
-    if not dtypes or not dtypes <= _STORED_DTYPES.keys():
-        raise UnsupportedModel(f"weights of dtypes {sorted(dtypes)} are not supported: F32, F16 and BF16 are")
-    return _STORED_DTYPES[min(dtypes)], digest.hexdigest()

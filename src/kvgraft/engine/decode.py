@@ -15,7 +15,7 @@ from kvgraft.kv.cache import KVCache
 
 def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Items[Sequence]) -> Tensor:
     """Logits [b, V] after the last token of each, which is computed and written to the pool."""
-    device, scale = decoder.device, decoder.config.head_dim**-0.5
+    device, scale = decoder.device, decoder.config.attention_scale
     tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
     positions = [torch.tensor([sequence.num_computed]) for sequence in sequences]
     slots = [sequence.pages.slots for sequence in sequences]

@@ -1,4 +1,4 @@
-"""A dense Llama, Mistral, Qwen2 or Qwen3 decoder over rows of hidden states.
+"""A dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek decoder over rows of hidden states.
 
 It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `add_attention` and
 `feed_forward`.
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.engine import latent
 from kvgraft.engine.config import ModelConfig, load_config
 from kvgraft.engine.weights import LayerWeights, Weights, load_weights
 from kvgraft.kv.rope import rotate
@@ -58,10 +59,13 @@ class Decoder:
         """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and values [n, Hkv, d].
 
         cos, sin: float32 [n, d / 2], `config.rope.table(positions)`; the same for every layer. The results are
-        views of shared storage whose rows are strided.
+        views of shared storage whose rows are strided. With latent attention the values are the keys.
         """
         config, weights, qk_norm = self.config, self.weights.layers[layer], self._qk_norms[layer]
         normed = self._norm(hidden, weights.input_norm)
+        if config.latent is not None:
+            q, k = latent.project(config.latent, weights, normed, cos, sin)
+            return q, k, k
         heads = F.linear(normed, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, config.head_dim))
         qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
         if qk_norm is not None:
@@ -72,6 +76,8 @@ class Decoder:
     def add_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that enter its FFN [n, D]."""
         weights = self.weights.layers[layer]
+        if self.config.latent is not None:
+            attended = latent.values(self.config.latent, weights, attended)
         return F.linear(attended, weights.out, weights.out_bias).add_(hidden)
 
     def feed_forward(self, layer: int, hidden: Tensor) -> Tensor:
@@ -91,19 +97,21 @@ class Decoder:
 
     def _qk_norm(self, layer: LayerWeights) -> Tensor | None:
         """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all heads."""
-        if layer.q_norm is None or layer.k_norm is None:
+        if self.config.latent is not None or layer.q_norm is None or layer.k_norm is None:
             return None
         counted = ((layer.q_norm, self.config.num_heads), (layer.k_norm, self.config.num_kv_heads))
         return torch.cat([weight.expand(num_heads, -1) for weight, num_heads in counted])
 
 
-def causal_attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = None) -> Tensor:
+def causal_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None = None
+) -> Tensor:
     """Attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d] -> [n, Hq, d].
 
-    visible: bool [n, n], what each query sees, if that is not everything before it.
+    scale: of the logits. visible: bool [n, n], what each query sees, if that is not everything before it.
     """
     query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))  # [1, heads, n, d]
     attended = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=visible, is_causal=visible is None, enable_gqa=True
+        query, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
     )
     return attended[0].transpose(0, 1)

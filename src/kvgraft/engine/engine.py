@@ -37,7 +37,7 @@ class Engine:
     """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one thread.
 
     Args:
-        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2 or Qwen3 model.
+        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V2/V3 model.
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.
@@ -120,12 +120,12 @@ class Engine:
                 raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
             layout = StreamLayout.by_class(self.head_map)
             self._model += f"/{self.head_map.digest}"
-        shape = (block_size, config.head_dim, self.decoder.dtype)
+        shape, latent = (block_size, config.head_dim, self.decoder.dtype), config.latent is not None
         if num_pages is None:
-            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(layout, *shape)
+            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(layout, *shape, latent)
             num_pages = min(fitting, 8 * layout.num_lists * -(-self.max_length // block_size))
         pool = PagePool(num_pages, block_size)
-        cache = KVCache(layout, num_pages, *shape, self.decoder.device)
+        cache = KVCache(layout, num_pages, *shape, self.decoder.device, latent)
         if poison_dropped_pages:
             cache.poison(range(num_pages))
             pool.on_drop = cache.poison

@@ -18,6 +18,8 @@ from kvgraft.kernels.layout import in_window
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 
+_POOLS = ("keys", "values")  # names of the cache's pools; of latent attention there is only the first
+
 
 class Header(msgspec.Struct, frozen=True):
     """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer;
@@ -37,11 +39,11 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Payload:
-    """A prompt that has been computed elsewhere: keys and values by page list, [streams, tokens sent, d]."""
+    """A prompt that has been computed elsewhere: what each pool of the cache holds of it, by page list,
+    [streams, tokens sent, d]."""
 
     header: Header
-    keys: list[Tensor]
-    values: list[Tensor]
+    pools: list[list[Tensor]]
 
 
 def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> None:
@@ -51,8 +53,8 @@ def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> 
     tensors = {}
     for page_list in range(cache.layout.num_lists):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
-        tensors[f"keys.{page_list}"] = cache.keys[:, slots].cpu()
-        tensors[f"values.{page_list}"] = cache.values[:, slots].cpu()
+        for name, pool in zip(_POOLS, cache.pools, strict=False):
+            tensors[f"{name}.{page_list}"] = pool[:, slots].cpu()
     save_file(tensors, path, {"kvgraft": msgspec.json.encode(header).decode()})
 
 
@@ -70,25 +72,25 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
             header = msgspec.json.decode((file.metadata() or {}).get("kvgraft", ""), type=Header)
             if header.model != model:
                 raise ValueError(f"{path} was computed by model {header.model[:12]}..., not by this one")
-            keys, values = ([file.get_tensor(f"{name}.{i}") for i in lists] for name in ("keys", "values"))
+            pools = [[file.get_tensor(f"{name}.{i}") for i in lists] for name in _POOLS[: len(cache.pools)]]
     except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is no payload: {error}") from error
     if not 0 <= header.num_dropped < len(header.prompt):
         raise ValueError(f"{path} is no payload: it dropped {header.num_dropped} of {len(header.prompt)} tokens")
-    for page_list, pair in enumerate(zip(keys, values, strict=True)):
+    for page_list, parts in enumerate(zip(*pools, strict=True)):
         count = _sent(cache.layout, page_list, header.num_held).numel()
         shape = (cache.layout.width, count, cache.keys.shape[-1])
-        if any(part.shape != shape or part.dtype != cache.keys.dtype for part in pair):
+        if any(part.shape != shape or part.dtype != cache.keys.dtype for part in parts):
             raise ValueError(f"{path} is no payload: its tensors do not fit its header")
-    return Payload(header, keys, values)
+    return Payload(header, pools)
 
 
 def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
-    for page_list, (keys, values) in enumerate(zip(payload.keys, payload.values, strict=True)):
+    for page_list, parts in enumerate(zip(*payload.pools, strict=True)):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, payload.header.num_held)]
-        cache.keys[:, slots] = keys.to(slots.device)
-        cache.values[:, slots] = values.to(slots.device)
+        for pool, part in zip(cache.pools, parts, strict=True):
+            pool[:, slots] = part.to(slots.device)
 
 
 def _sent(layout: StreamLayout, page_list: int, num_tokens: int) -> Tensor:

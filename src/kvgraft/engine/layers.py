@@ -23,6 +23,7 @@ class NativeLayers(LayerHost):
         config = decoder.config
         self.num_layers, self.num_kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.dtype, self.device, self.rope = decoder.dtype, decoder.device, config.rope
+        self.scale = config.attention_scale
         self._decoder, self._cache = decoder, cache
         self._slots = torch.zeros(1, 0, dtype=torch.int64, device=decoder.device) if slots is None else slots
 

@@ -60,7 +60,7 @@ class NativePrefill(PagedPrefill):
         sources: Tensor,
         head_map: HeadMap | None = None,
     ) -> None:
-        super().__init__(plan, slots, decoder.config.head_dim**-0.5)
+        super().__init__(plan, slots, decoder.config.attention_scale)
         self.num_layers = decoder.config.num_layers
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
@@ -83,11 +83,13 @@ class NativePrefill(PagedPrefill):
         with self._timed("align"):
             _, targets, shifts = self._graft_slots()
             cos, sin = self._decoder.config.rope.table(shifts)
-            keys, values = self._cache.keys[:, :, None], self._cache.values[:, :, None]  # streams: layers of one head
+            pools = [pool[:, :, None] for pool in self._cache.pools]  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
                 has = source >= 0
                 streams = self._cache.layout.streams(page_list, layers)
-                align_copy(keys, values, streams, source[has], target[has], cos[has], sin[has])
+                align_copy(
+                    pools[0], pools[1] if pools[1:] else None, streams, source[has], target[has], cos[has], sin[has]
+                )
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         with self._timed(self._stage(hidden)):

@@ -12,18 +12,24 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvgraft.engine.config import ModelConfig, weight_files
+from kvgraft.engine.checkpoint import weight_files
+from kvgraft.engine.config import LatentAttention, ModelConfig
 
+_Linears = dict[str, tuple[bool, dict[str, int], int]]  # field -> biased, stored layers with their rows, columns
+_Norms = dict[str, tuple[str, int]]  # field -> stored norm, size
 _PROGRESS_FROM_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and norms are None."""
+    """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and norms are None.
+
+    With latent attention: r and q the ranks of the latents, t rope_dim, n = nope_dim + t, v value_dim.
+    """
 
     input_norm: Tensor  # [D]
-    qkv: Tensor  # [(Hq + 2 Hkv) d, D]
-    out: Tensor  # [D, Hq d]
+    qkv: Tensor  # [(Hq + 2 Hkv) d, D]; latent: [q + r + t, D], without a latent of the queries [Hq n + r + t, D]
+    out: Tensor  # [D, Hq d]; latent: [D, Hq v]
     post_norm: Tensor  # [D]
     gate_up: Tensor  # [2 F, D]
     down: Tensor  # [D, F]
@@ -31,8 +37,10 @@ class LayerWeights:
     out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [d]
-    k_norm: Tensor | None = None  # [d]
+    q_norm: Tensor | None = None  # [d]; latent: [q]
+    k_norm: Tensor | None = None  # [d]; latent: [r]
+    query_up: Tensor | None = None  # latent: [Hq n, q]
+    kv_up: Tensor | None = None  # latent: [Hq (nope_dim + v), r]
 
 
 @dataclass(frozen=True)
@@ -81,16 +89,14 @@ def load_weights(
 def _layer_parts(config: ModelConfig, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
     """Field of LayerWeights -> the stored tensors, by name and shape, that are stacked into it."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {
-        "qkv": (config.qkv_bias, {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}, hidden),
-        "out": (config.out_bias, {"self_attn.o_proj": hidden}, query),
         "gate_up": (config.mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
         "down": (config.mlp_bias, {"mlp.down_proj": hidden}, inner),
     }
     norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
-    if config.qk_norm:
-        norms |= {"q_norm": ("self_attn.q_norm", config.head_dim), "k_norm": ("self_attn.k_norm", config.head_dim)}
+    of_attention = _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
+    linears |= of_attention[0]
+    norms |= of_attention[1]
     parts: dict[str, dict[str, tuple[int, ...]]] = {
         field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()
     }
@@ -99,6 +105,36 @@ def _layer_parts(config: ModelConfig, prefix: str) -> dict[str, dict[str, tuple[
         if bias:
             parts[f"{field}_bias"] = {f"{prefix}{name}.bias": (size,) for name, size in rows.items()}
     return parts
+
+
+def _grouped_parts(config: ModelConfig) -> tuple[_Linears, _Norms]:
+    """The linear layers and norms of grouped-query attention."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+    linears = {
+        "qkv": (config.qkv_bias, rows, config.hidden_size),
+        "out": (config.out_bias, {"self_attn.o_proj": config.hidden_size}, query),
+    }
+    if not config.qk_norm:
+        return linears, {}
+    return linears, {name: (f"self_attn.{name}", config.head_dim) for name in ("q_norm", "k_norm")}
+
+
+def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linears, _Norms]:
+    """Those of latent attention."""
+    hidden, heads, shared = config.hidden_size, config.num_heads, {"self_attn.kv_a_proj_with_mqa": config.head_dim}
+    queries = heads * latent.query_dim
+    linears = {
+        "qkv": (False, {"self_attn.q_proj": queries, **shared}, hidden),
+        "kv_up": (False, {"self_attn.kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}, latent.rank),
+        "out": (False, {"self_attn.o_proj": hidden}, heads * latent.value_dim),
+    }
+    norms = {"k_norm": ("self_attn.kv_a_layernorm", latent.rank)}
+    if latent.query_rank is not None:
+        linears["qkv"] = (False, {"self_attn.q_a_proj": latent.query_rank, **shared}, hidden)
+        linears["query_up"] = (False, {"self_attn.q_b_proj": queries}, latent.query_rank)
+        norms["q_norm"] = ("self_attn.q_a_layernorm", latent.query_rank)
+    return linears, norms
 
 
 def _open(path: Path) -> Any:

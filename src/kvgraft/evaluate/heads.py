@@ -201,11 +201,12 @@ class _Layers:
     def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
         """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a window."""
         query, keys, values = self.decoder.project(index, hidden, self.cos, self.sin)
-        attended = causal_attention(query, keys, values)
+        scale = self.decoder.config.attention_scale
+        attended = causal_attention(query, keys, values, scale)
         if windowed is not None:
             size = query.shape[1] // keys.shape[1]
             own, group = slice(windowed, windowed + 1), slice(windowed * size, (windowed + 1) * size)
-            attended[:, group] = causal_attention(query[:, group], keys[:, own], values[:, own], self.visible)
+            attended[:, group] = causal_attention(query[:, group], keys[:, own], values[:, own], scale, self.visible)
         hidden = self.decoder.add_attention(index, hidden, attended.flatten(1))
         return self.decoder.feed_forward(index, hidden)
 
@@ -236,7 +237,7 @@ def _attend(
     hidden = decoder.embed(torch.tensor(tokens, device=device))
     for layer in range(config.num_layers):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
-        grouped = query.unflatten(1, (config.num_kv_heads, -1)) * config.head_dim**-0.5
+        grouped = query.unflatten(1, (config.num_kv_heads, -1)) * config.attention_scale
         outputs, masses = [], []
         for start, stop in pairwise([*range(0, len(tokens), ROWS), len(tokens)]):
             at, past = here[start:stop, None], here[:stop]

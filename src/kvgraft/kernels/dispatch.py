@@ -43,7 +43,7 @@ def kernel(name: str, device_type: str, implementation: str | None = None) -> Ca
 
 def align_copy(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     layers: range,
     source: Tensor,
     target: Tensor,
@@ -59,6 +59,7 @@ def align_copy(
 
     Args:
         keys, values: [L, num_slots, Hkv, D], the paged pool; float32, bfloat16 or float16, each row [D] contiguous.
+            No values where the keys serve as such (MLA).
         layers: the layers to copy, within [0, L).
         source, target: slots, int64 [n], valid and disjoint: no target may be a source or appear twice (not checked).
         cos, sin: of the shifts `new - old`, float32 [n, D / 2] (`Rope.table`).
@@ -208,13 +209,14 @@ def radix_topk(
     return found
 
 
-def _check_pool(keys: Tensor, values: Tensor, layers: range) -> None:
+def _check_pool(keys: Tensor, values: Tensor | None, layers: range) -> None:
     if keys.dim() != 4 or keys.shape[-1] % 2 or keys.dtype not in _DTYPES:
         raise ValueError(f"{_describe(keys)}: keys must be [L, slots, Hkv, even D] of one of {_DTYPES}")
-    if values.shape != keys.shape or values.dtype != keys.dtype or values.device != keys.device:
-        raise ValueError(f"{_describe(values)}: values must be as keys, {_describe(keys)}")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError(f"strides {keys.stride()}, {values.stride()}: the last must be 1")
+    for pool in (keys,) if values is None else (keys, values):
+        if pool.shape != keys.shape or pool.dtype != keys.dtype or pool.device != keys.device:
+            raise ValueError(f"{_describe(pool)}: values must be as keys, {_describe(keys)}")
+        if pool.stride(-1) != 1:
+            raise ValueError(f"strides {pool.stride()}: the last must be 1")
     if layers and not 0 <= min(layers) <= max(layers) < keys.shape[0]:
         raise ValueError(f"{layers}: layers must be within [0, {keys.shape[0]})")
 

@@ -1,5 +1,7 @@
 """Static rotary position embedding (RoPE), half-split layout: element i turns with element i + head_dim / 2.
 
+Where only a part of a head turns (MLA), its pairs are the last of each half, and all others stand still.
+
 `R(new - old)` moves a cached key from one position to another (SparseX, section 3.1). That holds only while
 the frequencies do not depend on the sequence, so every dynamic kind is refused.
 """
@@ -11,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["default", "linear", "llama3"]
@@ -31,8 +34,11 @@ _KNOWN = {*_FIELDS, "rope_type", "type", "partial_rotary_factor"}
 class Rope:
     """The rotary frequencies of one model. `factor` serves linear and llama3, the fields below it llama3 only.
 
+    Attributes:
+        rotary_dim: elements of a head that turn; None is all.
+
     Raises:
-        ValueError: odd head_dim, unknown kind, or a parameter that is not positive and finite.
+        ValueError: odd head_dim or rotary_dim, unknown kind, or a parameter that is not positive and finite.
     """
 
     head_dim: int
@@ -42,20 +48,28 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"rope kind {self.kind!r}: allowed are {', '.join(get_args(Kind))} (static frequencies)")
         if self.head_dim <= 0 or self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: must be positive and even")
+        if not 0 < self.num_turning <= self.head_dim or self.num_turning % 2:
+            raise ValueError(f"rotary_dim {self.rotary_dim}: must be positive, even and at most {self.head_dim}")
         for name in _FIELDS.values():
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope {name} {getattr(self, name)}: must be positive and finite")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor {self.low_freq_factor}: must be below {self.high_freq_factor}")
 
+    @property
+    def num_turning(self) -> int:
+        """Elements of a head that turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
     @classmethod
-    def from_parameters(cls, head_dim: int, parameters: Mapping[str, Any]) -> "Rope":
+    def from_parameters(cls, head_dim: int, parameters: Mapping[str, Any], rotary_dim: int | None = None) -> "Rope":
         """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with its `rope_theta` put in).
 
         Raises:
@@ -72,7 +86,7 @@ class Rope:
         needed = list(_FIELDS)[: _NEEDED[kind]]
         if missing := [key for key in needed if key not in given]:
             raise ValueError(f"rope_type {kind!r} needs {missing}")
-        return cls(head_dim, kind=kind, **{_FIELDS[key]: given[key] for key in needed})
+        return cls(head_dim, kind=kind, rotary_dim=rotary_dim, **{_FIELDS[key]: given[key] for key in needed})
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """Radians per position, float64 [head_dim / 2], cached per device: do not write to it.
@@ -101,13 +115,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device="cpu") / rope.head_dim
+    exponents = torch.arange(0, rope.num_turning, 2, dtype=torch.float32, device="cpu") / rope.num_turning
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _smooth(rope, frequencies)
-    return frequencies.to(device, torch.float64)
+    still = (rope.head_dim - rope.num_turning) // 2
+    return F.pad(frequencies, (still, 0)).to(device, torch.float64)
 
 
 def _smooth(rope: Rope, frequencies: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class VllmLayers(LayerHost):
     def __init__(self, host: ModelHost, slots: Tensor, spend: Callable[[int], bool]) -> None:
         self.num_layers, self.num_kv_heads, self.head_dim = host.num_layers, host.num_kv_heads, host.head_dim
         self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.rope
+        self.scale = host.scale
         self._host, self._slots, self._spend = host, slots, spend
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ CHUNK_ELEMENTS = 1 << 18  # of keys: 1 MiB in float32
 
 
 def align_copy(
-    keys: Tensor, values: Tensor, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_copy`."""
     num_heads, head_dim = keys.shape[2:]
@@ -22,7 +22,8 @@ def align_copy(
         for layer in layers:
             gathered = keys[layer].index_select(0, old)
             keys[layer].index_copy_(0, new, gathered if still else _rotate(gathered, c, s))
-            values[layer].index_copy_(0, new, values[layer].index_select(0, old))
+            if values is not None:
+                values[layer].index_copy_(0, new, values[layer].index_select(0, old))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

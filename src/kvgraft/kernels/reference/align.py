@@ -6,9 +6,10 @@ from kvgraft.kv.rope import rotate
 
 
 def align_copy(
-    keys: Tensor, values: Tensor, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_copy`."""
     for layer in layers:
         keys[layer, target] = rotate(keys[layer, source], cos, sin)
-        values[layer, target] = values[layer, source]
+        if values is not None:
+            values[layer, target] = values[layer, source]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def align_copy(
-    keys: Tensor, values: Tensor, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_copy`; the last dimension of every tensor must be contiguous."""
     num_heads, head_dim = keys.shape[2:]
@@ -20,11 +20,12 @@ def align_copy(
         layers.start,
         layers.step,
         *keys.stride()[:3],
-        *values.stride()[:3],
+        *(keys if values is None else values).stride()[:3],
         num_heads,
         head_dim // 2,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_VALUES=values is not None,
     )
 
 
@@ -48,6 +49,7 @@ def _align_copy(  # type: ignore[no-untyped-def]
     half,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
 ):
     """One program moves one token of one layer, all heads: tiles of [heads, half]. `key_*`, `value_*` are strides."""
     token = tl.program_id(0).to(tl.int64)
@@ -66,6 +68,7 @@ def _align_copy(  # type: ignore[no-untyped-def]
     tl.store(key + new * key_slot, first * c - second * s, mask=inside)
     tl.store(key + new * key_slot + half, second * c + first * s, mask=inside)
 
-    value = values + layer * value_layer + head * value_head + dim
-    tl.store(value + new * value_slot, tl.load(value + old * value_slot, mask=inside), mask=inside)
-    tl.store(value + new * value_slot + half, tl.load(value + old * value_slot + half, mask=inside), mask=inside)
+    if HAS_VALUES:
+        value = values + layer * value_layer + head * value_head + dim
+        tl.store(value + new * value_slot, tl.load(value + old * value_slot, mask=inside), mask=inside)
+        tl.store(value + new * value_slot + half, tl.load(value + old * value_slot + half, mask=inside), mask=inside)

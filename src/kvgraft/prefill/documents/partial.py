@@ -31,12 +31,14 @@ class LayerHost(ABC):
     """A model, a layer at a time, whose attention the caller provides; and the pages of one prompt.
 
     Attributes:
+        scale: of the attention logits.
         max_rows: tokens that `run` takes at a time.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    scale: float
     max_rows: int
     dtype: torch.dtype
     device: torch.device
@@ -260,13 +262,13 @@ class PartialPrefill(DocumentContext):
         self.attended += int((place + 1).sum())
         self.finished += tokens.numel()
         slots = torch.arange(scratch.keys.shape[1], device=query.device)
-        layout, scale = AttentionLayout.of([place], [slots[None]]), self._host.head_dim**-0.5
-        return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, scale)
+        layout = AttentionLayout.of([place], [slots[None]])
+        return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, self._host.scale)
 
     def _weights(self, index: int, query: Tensor, positions: Tensor) -> Tensor:
         """Softmax attention of queries [n, Hq, d] at positions int64 [n] to all documents: float32 [Hkv, G * n, t]."""
         host, groups, logits = self._host, query.shape[1] // self._host.num_kv_heads, []
-        first, query = int(positions[0]), query * host.head_dim**-0.5
+        first, query = int(positions[0]), query * host.scale
         for number, at in enumerate(self.layout.placed):
             cos, sin = (part[number] for part in self._turns_back)
             turned = rotate(query, cos, sin).unflatten(1, (host.num_kv_heads, groups))

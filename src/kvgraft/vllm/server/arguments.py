@@ -14,6 +14,7 @@ from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.keys import Keys
 
@@ -143,6 +144,8 @@ def _follow(args: Namespace) -> None:
 def _keep_heads_by_class(args: Namespace) -> None:
     """vLLM without reuse, its model with an attention layer for each KV head."""
     architecture = load_config(args.model).architecture
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {', '.join(ARCHITECTURES)}")
     args.no_kvgraft = True  # no connector, no front door: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
     args.prefix_cache_retention_interval = None  # or a window is found again at the end of a prompt only
