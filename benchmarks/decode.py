@@ -1,10 +1,11 @@
 """Decode steps, dense and under flows, on a random model in which attention dominates: time, throughput, shares.
 
-The layers are Qwen3-0.6B's, 16 query and 8 KV heads of 128: at 32K keys and values are four times what the weights are.
+The layers are Qwen3-0.6B's, 16 query and 8 KV heads of 128: at 32K keys and values are four times what the weights are;
+or, with latent attention, DeepSeek-V2-Lite's without experts.
 The context is random keys and values, not a prompt: what flows choose has no meaning here, what it costs has. All sides
 decode the same context in turn; medians and medians of paired ratios are printed.
 
-    python benchmarks/decode.py [--host vllm] [--batches 1,4] [--device cuda --dtype bfloat16] [--json]
+    python benchmarks/decode.py [--host vllm | --attention mla] [--batches 1,4] [--device cuda] [--json]
 """
 
 import json
@@ -41,6 +42,12 @@ SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
+MLA = {  # of DeepSeek-V2-Lite, without experts
+    "hidden_size": 2048, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 64,
+}  # fmt: skip
+MODELS = {"gqa": ("qwen3", SHAPE, 2 * 8 * 128), "mla": ("deepseek_v3", MLA, 512 + 64)}  # numbers kept of a token
 STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest:k=29,layers_skip=none"
@@ -196,6 +203,7 @@ def main(
     contexts: Annotated[str, typer.Option(help="Tokens, by commas.")] = "4096,16384,32768,131072",
     batches: Annotated[str, typer.Option(help="Sequences of a step, by commas.")] = "1,4,16",
     flows: Annotated[str, typer.Option(help="By semicolons.")] = FLOWS,
+    attention: Annotated[str, typer.Option(help="gqa, or natively mla")] = "gqa",
     layers: int = 2,
     block: Annotated[int, typer.Option(help="Tokens of a page: 16, 32 or 64; vLLM on CPU has no 16.")] = 16,
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "float32",
@@ -207,6 +215,9 @@ def main(
     made: dict[str, Any] = {"native": Native, "vllm": Vllm}
     if host not in made:
         raise typer.BadParameter(f"host must be native or vllm, got {host!r}")
+    if attention not in MODELS or (attention, host) == ("mla", "vllm"):
+        raise typer.BadParameter(f"attention must be gqa, or natively mla, got {attention!r}")
+    family, shape, kept = MODELS[attention]
     if host == "vllm":
         wanted = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -222,10 +233,10 @@ def main(
         TemporaryDirectory() as folder,
         progress_bar(Console(stderr=True), "decode") as on_progress,
     ):
-        make_random_model(Path(folder), layers, max(lengths) + 8192, SHAPE)
+        make_random_model(Path(folder), layers, max(lengths) + 8192, shape, family)
         for number, (context, batch) in enumerate(todo):
             on_progress(number, len(todo))
-            if batch * context * layers * 8 * 128 * 2 * itemsize > MEMORY_GIB * 2**30:
+            if batch * context * layers * kept * itemsize > MEMORY_GIB * 2**30:
                 left_out.append(f"{context // 1024}K x {batch}")
                 continue
             if host == "vllm":
@@ -234,8 +245,8 @@ def main(
                 made[host](Path(folder), sides, context, batch, block, (dtype, device)), context, batch, rounds
             )
     configuration = {
-        "host": host, "layers": layers, "block": block, "dtype": dtype, "device": device, "rounds": rounds,
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "host": host, "attention": attention, "layers": layers, "block": block, "dtype": dtype, "device": device,
+        "rounds": rounds, "threads": torch.get_num_threads(), "torch": torch.__version__,
         "left out, too large": left_out,
     }  # fmt: skip
     if as_json:

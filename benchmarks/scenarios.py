@@ -229,14 +229,16 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def make_random_model(folder: Path, layers: int, max_position: int, shape: Mapping[str, int] | None = None) -> None:
-    """The random Qwen3-shaped model of ttft.py, with a tokenizer that splits at spaces: w17 is one token."""
+def make_random_model(
+    folder: Path, layers: int, max_position: int, shape: Mapping[str, int] | None = None, family: str = "qwen3"
+) -> None:
+    """The random model of ttft.py, with a tokenizer that splits at spaces: w17 is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from ttft import make_model
+    from ttft import SHAPE, make_model
 
-    make_model(folder, layers, max_position, **({} if shape is None else {"shape": shape}))
+    make_model(folder, layers, max_position, shape or SHAPE, family)
     words = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 4096)}  # vLLM refuses text by the length of the longest
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

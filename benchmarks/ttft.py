@@ -69,10 +69,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, layers: int, max_position: int, shape: Mapping[str, int] = SHAPE) -> None:
-    """A Qwen3-shaped model with random weights."""
+def make_model(
+    folder: Path, layers: int, max_position: int, shape: Mapping[str, int] = SHAPE, family: str = "qwen3"
+) -> None:
+    """A model with random weights."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=4096,
         num_hidden_layers=layers,
         **shape,
@@ -81,7 +84,7 @@ def make_model(folder: Path, layers: int, max_position: int, shape: Mapping[str,
         bos_token_id=None,
         eos_token_id=None,
     )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 

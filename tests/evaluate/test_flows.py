@@ -85,7 +85,7 @@ def test_speed_is_measured_and_the_engine_is_as_before(engine: Engine):
 
 def test_an_explanation_counts_what_is_moved():
     program = trace(FLOWS["block_topk"](k=13), 16, 64, 4)
-    found = explain(program, 64, 16 * 1000)
+    found = explain(program, 2 * 64, 16 * 1000)
     assert [(line.operator, line.group) for line in found.lines] == [
         ("Mean", None), ("Transpose", 0), ("GeMM", 1), ("Max", 1), ("topK", 2),
     ]  # fmt: skip

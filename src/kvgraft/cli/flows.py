@@ -58,7 +58,7 @@ def explain_flow(
     if found is None:
         raise ValueError("dense attention is no flow")
     program = trace(found, block, config.head_dim, config.num_heads // config.num_kv_heads)
-    explanation = explain.explain(program, config.head_dim, context)
+    explanation = explain.explain(program, config.head_dim * (1 if config.latent else 2), context)
     if as_json:
         print_json(explanation)
     else:

@@ -57,9 +57,9 @@ class Explanation:
     dense: int
 
 
-def explain(program: Program, head_dim: int, context: int, itemsize: int = 4) -> Explanation:
-    """For a sequence of so many tokens."""
-    blocks, per_block = context // program.block_size, 2 * program.block_size * head_dim
+def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Explanation:
+    """For a sequence of `context` tokens, of each of which the pool keeps so many numbers for a KV head."""
+    blocks, per_block = context // program.block_size, program.block_size * kept
     groups = plan(program)
     return Explanation(
         flow=program.flow.name,
