@@ -67,6 +67,7 @@ def test_a_flow_is_traced():
         (lambda q, c: Union(q, q), "Union: [1, 4, 64] and [1, 4, 64] are not both selections"),
         (lambda q, c: Multiply(c["centroids"], c["k"]), "Multiply: shapes [1, B, 64] and [1, B, 16, 64] do not fit"),
         (lambda q, c: GeMM(c["centroids"], Reshape(c["centroids"], (1, 64, c["k"].shape[1]))), "B where it was"),
+        (lambda q, c: Reshape(GeMM(q, c["centroids"].T), (1, 2, c["k"].shape[1], 2)), "B where it was"),
         (lambda q, c: CFill(c["centroids"]), "CFill may stand in forward_cache only, not in forward_indexer"),
         (lambda q, c: c["means"], "there is no cache 'means': choose from k, v, centroids"),
         (

@@ -170,11 +170,14 @@ def test_an_operator_is_the_pytorch_operator_on_each_sequence(case: str, layout:
         torch.testing.assert_close(result.sequence(number), expected(*sequences.of(number)))
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("case", CASES)
 @given(lengths=lengths, seed=st.integers(0, 99), chunk=st.sampled_from([64, 4096, 1 << 20]))
 @settings(max_examples=8, deadline=None)
-def test_a_step_of_all_sequences_gives_each_its_own(case: str, fused: bool, lengths: list[int], seed: int, chunk: int):
+def test_a_step_of_all_sequences_gives_each_its_own(
+    case: str, fused: bool, implementation: str, lengths: list[int], seed: int, chunk: int
+):
     sequences, expected = Sequences(lengths, seed), CASES[case][1]
     inner = tuple(expected(*sequences.of(0)).shape[2:])
     program = trace(Applies(case=case, inner=inner, k=2), 4, 6, 3)
@@ -186,7 +189,8 @@ def test_a_step_of_all_sequences_gives_each_its_own(case: str, fused: bool, leng
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvgraft.decode.executor.CHUNK_BYTES", chunk)
-        select(program, plan(program) if fused else unfused(program), sequences.query, caches, sequences.batch())
+        groups = plan(program) if fused else unfused(program)
+        select(program, groups, sequences.query, caches, sequences.batch(), implementation=implementation)
     for number, rows in enumerate(sequences.rows):
         torch.testing.assert_close(caches["out"][rows][None], expected(*sequences.of(number)))
     untouched = torch.ones(len(sequences.x), dtype=torch.bool)

@@ -9,6 +9,7 @@ import torch
 from kvgraft import Engine, Request, RequestError, SamplingParams
 from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.flows.block_topk import BlockTopK
+from kvgraft.kernels import dispatch
 from models import VOCAB_SIZE
 
 LENGTHS = (40, 150, 400, 90)
@@ -48,6 +49,18 @@ def test_company_changes_nothing(engine: Engine, flow: str):
     requests += [request(200), request(200, "quest:k=5")]
     together = [result.token_ids for result in engine.generate(requests)]
     assert together == [engine.generate([one])[0].token_ids for one in requests]
+
+
+@pytest.mark.parametrize("flow", ["quest", "h2o", "nsa_block_topk", "sonnet_value_weighted_centroid"])
+def test_generated_kernels_choose_the_same(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
+    requests = [request(count, f"{flow}:k=3", count, remember=False) for count in (150, 90)]
+    expected = [result.token_ids for result in engine.generate(requests)]
+    calls = []
+    run = dispatch.generated
+    monkeypatch.setattr(dispatch, "generates", lambda *_: True)
+    monkeypatch.setattr(dispatch, "generated", lambda *args: calls.append(run(*args)))
+    assert [result.token_ids for result in engine.generate(requests)] == expected
+    assert len(calls) >= 24 * 2  # steps, layers
 
 
 def test_less_is_attended_to(engine: Engine):

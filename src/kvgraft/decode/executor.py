@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvgraft.decode.codegen import NAME, Source, source_of
 from kvgraft.decode.flow import Flow, Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import block_axis
-from kvgraft.decode.planner import Group, Template, size_of
+from kvgraft.decode.planner import Group, Template, plan_cache, size_of
 from kvgraft.decode.vtensor import Blocks
+from kvgraft.kernels import dispatch
 from kvgraft.kernels.room import PIECE, take
 
 Data = Any  # a tensor, or a number that stands for one
@@ -80,12 +82,21 @@ class Batch:
         return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
 
 
-def select(program: Program, groups: Sequence[Group], query: Tensor, pool: Pool, batch: Batch) -> Tensor:
+def select(
+    program: Program,
+    groups: Sequence[Group],
+    query: Tensor,
+    pool: Pool,
+    batch: Batch,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
     """The blocks that a flow chooses.
 
     Args:
         query: [S, g, d].
         pool: what the flow saves is changed.
+        implementation: of what works block by block: cpu (batched torch) | triton; by default the device decides.
 
     Returns:
         int64 [S, n], -1 for none; some may be those that are always attended to.
@@ -93,9 +104,12 @@ def select(program: Program, groups: Sequence[Group], query: Tensor, pool: Pool,
     if not isinstance(program.selection, Value):
         return _static(program.selection, batch)
     run = _Run(program, query, pool, batch)
+    generates = dispatch.generates(query.device.type, implementation)
     for group in groups:
         if group.template is Template.SPECIAL:
             run.special(group.values[0])
+        elif generates and (source := source_of(group)) is not None:
+            run.generated(source)
         elif group.template is Template.QUERY:
             run.query_group(group)
         else:
@@ -124,6 +138,17 @@ class _Run:
                 local[value] = self._apply(value, inputs)
             for value in group.outputs:
                 self._keep(value, local[value], rows, blocks)
+
+    def generated(self, source: Source) -> None:
+        """Values of a group, by its kernel; those of blocks that a sequence does not have are left undefined."""
+        known = {"q": self._query, **self._pool}
+        tensors = [known[value.name] if value.name else self.made[value] for value in source.inputs]
+        for value in source.outputs:
+            self.made[value] = self._new(value)
+            tensors.append(self.made[value])
+        blocks = (self._batch.rows[:, : self._batch.num_blocks], self._batch.filled) if source.tile else None
+        if self._batch.num_blocks or blocks is None:
+            dispatch.generated(source.text, NAME, tensors, blocks, source.tile)
 
     def special(self, value: Value) -> None:
         """A value that looks across blocks; those that are not there hold what it passes by."""
@@ -191,9 +216,13 @@ class _Run:
     def _keep(self, value: Value, part: Tensor, rows: slice, blocks: slice) -> None:
         """What a chunk has made of a value that others need."""
         if value not in self.made:
-            shape = [self._batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape]
-            self.made[value] = part.new_empty(len(self._query), *shape[1:])
+            self.made[value] = self._new(value)
         _cut(self.made[value][rows], value, blocks).copy_(part)
+
+    def _new(self, value: Value) -> Tensor:
+        """For a value of all sequences."""
+        shape = [self._batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape[1:]]
+        return self._query.new_empty(len(self._query), *shape)
 
     def _parts(self, group: Group) -> Iterator[tuple[slice, slice]]:
         """Chunks of sequences and blocks that fit the cache."""
@@ -260,13 +289,23 @@ def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]
     return batch.rows.gather(1, every.minimum(behind - 1)), lengths
 
 
-def fill(program: Program, pool: Pool, rows: Tensor) -> None:
+def fill(program: Program, pool: Pool, rows: Tensor, *, implementation: str | None = None) -> None:
     """forward_cache for some blocks.
 
     Args:
         pool: the flow's own caches are changed.
         rows: int64 [n].
+        implementation: as of `select`.
     """
+    if program.stores and dispatch.generates(rows.device.type, implementation):
+        source = source_of(plan_cache(program), tuple(program.stores.items()))
+        if source is not None:
+            tensors = [pool[value.name] for value in source.inputs]
+            for name, value in program.stores.items():
+                tensors.append(pool[name].view(-1, *value.shape[2:]))
+            blocks = (rows[None], torch.tensor([rows.numel()], device=rows.device))
+            dispatch.generated(source.text, NAME, tensors, blocks, source.tile)
+            return
     entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
         made: dict[Value | float, Tensor] = {}

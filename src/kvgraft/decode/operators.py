@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -155,10 +155,12 @@ def _kron_shape(x: Shape, y: Shape) -> Shape:
 
 
 def _reshaped(shape: Shape, *, shape_to: Shape) -> Shape:
-    def size(of: Shape) -> int:
-        return math.prod(1 if isinstance(part, Blocks) else part for part in of)
+    def sizes(of: Shape) -> tuple[int, int]:
+        """Of what lies before B and behind it; of everything without."""
+        axis = block_axis(of) or 0
+        return math.prod(cast(Sequence[int], of[:axis])), math.prod(cast(Sequence[int], of[axis + 1 :]))
 
-    if shape_to[:1] != shape[:1] or block_axis(shape_to) != block_axis(shape) or size(shape) != size(shape_to):
+    if shape_to[:1] != shape[:1] or block_axis(shape_to) != block_axis(shape) or sizes(shape) != sizes(shape_to):
         raise ValueError(f"{describe(shape)} cannot become {describe(shape_to)}: as many entries, and B where it was")
     return shape_to
 

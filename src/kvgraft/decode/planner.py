@@ -80,6 +80,14 @@ def unfused(program: Program) -> tuple[Group, ...]:
     return tuple(_group(template_of(value), [value], program) for value in program.indexer)
 
 
+def plan_cache(program: Program) -> Group:
+    """The group of forward_cache."""
+    outputs = tuple(dict.fromkeys(program.stores.values()))
+    own, reads = set(program.cache), (given for value in (*program.cache,) for given in value.inputs)
+    inputs = dict.fromkeys(given for given in (*reads, *outputs) if isinstance(given, Value) and given not in own)
+    return Group(Template.CHUNK, tuple(program.cache), tuple(inputs), outputs)
+
+
 def _group(template: Template, values: Sequence[Value], program: Program) -> Group:
     own = set(values)
     needed = {given for value in program.indexer if value not in own for given in value.inputs} | {program.selection}

@@ -1,6 +1,6 @@
 """Which implementation of a kernel runs: by device, or as the caller names it. Modules are imported on first use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
     "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
+    "generated": {"triton": "kvgraft.kernels.triton.generated"},
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
 }
@@ -34,11 +35,32 @@ def kernel(name: str, device_type: str, implementation: str | None = None) -> Ca
         raise ValueError(f"kernel {name!r}: allowed are {', '.join(_KERNELS)}")
     modules = _KERNELS[name]
     if implementation is None:
-        fused = device_type == "cuda" and "triton" in modules and find_spec("triton") is not None
-        implementation = "triton" if fused else "cpu"
+        implementation = "triton" if "triton" in modules and _has_triton(device_type) else "cpu"
     if implementation not in modules:
         raise ValueError(f"implementation {implementation!r} of {name}: allowed are {', '.join(modules)}")
     return getattr(import_module(modules[implementation]), name)
+
+
+def _has_triton(device_type: str) -> bool:
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+def generates(device_type: str, implementation: str | None = None) -> bool:
+    """Whether generated kernels run: with `triton`, by default on CUDA with Triton."""
+    return implementation == "triton" or (implementation is None and _has_triton(device_type))
+
+
+def generated(text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Tensor] | None, tile: int) -> None:
+    """Run a kernel of generated Triton source; see `kvgraft.decode.codegen.Source` for its arguments.
+
+    Args:
+        name: of its function.
+        tensors: inputs and outputs.
+        blocks: table int64 [S, B] of rows, and int64 [S], how many of them each sequence has; None without blocks,
+            where the first of the tensors is [S, ...].
+        tile: blocks of a program.
+    """
+    kernel("generated", tensors[0].device.type, "triton")(text, name, tensors, blocks, tile)
 
 
 def align_copy(

@@ -1,0 +1,168 @@
+"""Generated kernels against batched torch, in Triton's interpreter; and whether they compile for CUDA."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvgraft.decode import ops
+from kvgraft.decode.codegen import source_of
+from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.flow import Caches, Flow, Program, Selection, trace
+from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.graph import Value
+from kvgraft.decode.planner import Template, plan, plan_cache
+
+LENGTHS = (9, 0, 4, 70)  # full blocks of the sequences; more than a program takes
+GEOMETRIES = {"powers of two": (16, 32, 4), "others": (12, 24, 3)}  # block, head_dim, group
+
+
+class Pool:
+    """Pages of random keys and values, scattered, caches of a flow, and queries of sequences."""
+
+    def __init__(self, program: Program, head_dim: int, group: int) -> None:
+        random = torch.Generator().manual_seed(1)
+        num_rows, size = sum(LENGTHS) + len(LENGTHS) + 2, program.block_size
+        self.program = program
+        self.query = torch.randn(len(LENGTHS), group, head_dim, generator=random)
+        self.keys, self.values = torch.randn(2, num_rows, size, head_dim, generator=random)
+        free = iter(torch.randperm(num_rows, generator=random).tolist())
+        self.full = [[next(free) for _ in range(length)] for length in LENGTHS]
+        poison = num_rows - 1
+        rows = [[*own, next(free)] for own in self.full]
+        width = max(map(len, rows))
+        table = torch.tensor([[*own, *[poison] * (width - len(own))] for own in rows])
+        self.batch = Batch(table, torch.tensor([length * size + 1 for length in LENGTHS]), size)
+
+    def run(self, implementation: str) -> tuple[dict[str, Tensor], list[set[int]]]:
+        """The caches after two steps, and what the last has chosen."""
+        rows = [*chain(*self.full)]
+        caches = {name: torch.full((len(self.keys), *shape), 9.0) for name, shape in self.program.caches.items()}
+        pool = {"k": self.keys, "v": self.values, **caches}
+        fill(self.program, pool, torch.tensor(rows), implementation=implementation)
+        for query in (self.query.flip(2), self.query):
+            found = select(self.program, plan(self.program), query, pool, self.batch, implementation=implementation)
+        return caches, [set(own[own >= 0].tolist()) for own in found]
+
+
+def check(flow: Flow, geometry: tuple[int, int, int]) -> None:
+    block, head_dim, group = geometry
+    pool = Pool(trace(flow, block, head_dim, group), head_dim, group)
+    (caches, chosen), (expected, best) = pool.run("triton"), pool.run("cpu")
+    for name, cache in caches.items():
+        torch.testing.assert_close(cache, expected[name])
+    assert chosen == best
+
+
+def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
+    """Operators of groups that batched torch must do."""
+    program = trace(flow, *geometry)
+    groups = [(group, ()) for group in plan(program) if group.template is not Template.SPECIAL]
+    if program.stores:
+        groups.append((plan_cache(program), tuple(program.stores.items())))  # type: ignore[arg-type]
+    return [
+        value.made_by.name for group, stores in groups if source_of(group, stores) is None for value in group.values
+    ]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_flow_chooses_the_same(name: str, geometry: str):
+    check(FLOWS[name](k=2, layers_skip=()), GEOMETRIES[geometry])
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_flow_is_generated_as_a_whole(name: str):
+    for geometry in ((16, 32, 4), (16, 128, 2), (64, 128, 16)):
+        assert not missing(FLOWS[name](), geometry)
+
+
+@dataclass(frozen=True)
+class Others(Flow):
+    """What no flow of ours applies block by block."""
+
+    name: ClassVar[str] = "others"
+    weights: tuple[float, ...] = field(default=(0.5, -2.0, 1.0))
+
+    def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"mean": (head_dim,), "ones": (3,), "parts": (2, head_dim)}
+
+    def forward_cache(self, c: Caches) -> None:
+        c["mean"], c["ones"] = ops.Mean(c["k"], 2), ops.Fill(c["ones"], 1.5)
+        c["parts"] = ops.MaxInterleave(c["v"], 2, c["v"].size(2) // 2)
+
+    def forward_indexer(self, q: Value, c: Caches) -> Selection:
+        x = ops.Conv1d(ops.Normalize(c["mean"], 2), self.weights, dim=2)
+        x = ops.MaskSlice(x, 3, -2, dim=2, fill=0.25)
+        x = ops.Softmax(ops.Add_Mul(ops.Reshape(x, (1, x.shape[1], 1, x.size(2))), 3.0, c["parts"]), 3)
+        scores = ops.Max(ops.GeMM(x, q.T), 3)  # [1, B, 2, 1]
+        return ops.topK(
+            ops.Multiply(ops.Max(scores, 2), ops.Reshape(ops.Max(c["ones"], 2), (1, c["k"].shape[1], 1, 1))), self.k
+        )
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_operators_that_no_flow_applies(geometry: str):
+    check(Others(k=2), GEOMETRIES[geometry])
+    assert ("MaxInterleave" in missing(Others(), GEOMETRIES[geometry])) == (geometry == "others")  # groups of six
+
+
+def test_no_text_of_an_author_gets_into_the_source():
+    """Caches may have any name."""
+
+    class Named(type(FLOWS["block_topk"]())):  # type: ignore[misc]
+        def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+            return {"x) + (": (head_dim,)}
+
+        def forward_cache(self, c: Caches) -> None:
+            c["x) + ("] = ops.Mean(c["k"], dim=2)
+
+        def forward_indexer(self, q: Value, c: Caches) -> Selection:
+            return ops.topK(ops.Max(ops.GeMM(c["x) + ("], q.T), dim=2), self.k)
+
+    check(Named(k=2), GEOMETRIES["others"])
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvgraft.decode.codegen import NAME, source_of
+from kvgraft.decode.flow import trace
+from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.planner import Template, plan, plan_cache
+from kvgraft.kernels.triton.generated import compiled
+
+for name in {names}:
+    program = trace(FLOWS[name](), 16, 128, 2)
+    sources = [source_of(group) for group in plan(program) if group.template is not Template.SPECIAL]
+    sources.append(source_of(plan_cache(program), tuple(program.stores.items())))
+    for source in sources:
+        kernel = compiled(source.text, NAME)
+        kinds = {"table": "*i64", "counts": "*i64"}
+        signature = {x: kinds.get(x, "i32" if "_" in x else "*fp32") for x in kernel.arg_names}
+        found = triton.compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32))
+        assert len(found.asm["cubin"]) > 1000
+        print(name, "compiled")
+"""
+
+
+def test_kernels_compile_for_cuda():
+    """Whatever the interpreter lets pass; no device is needed for that, but a process without the interpreter."""
+    names = ["quest", "h2o", "opus_coarse_fine"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE.replace("{names}", repr(names))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {*names, "compiled"}
+
+
+def test_what_does_not_fit_registers_is_left_to_torch():
+    assert missing(FLOWS["double_sparse"](), (64, 4096, 16))
