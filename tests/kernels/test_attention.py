@@ -95,6 +95,13 @@ def test_dense_heads_equal_the_reference_and_read_nothing_else(
     check(layout, dense_heads(key_heads), (query_heads, size), dtype, implementation)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_more_query_heads_than_a_tile_has_rows(dtype: torch.dtype, implementation: str):
+    for shape in ((66, 40), (20, 576)):
+        check(layout_of("decode"), dense_heads(1), shape, dtype, implementation)
+
+
 HEADS = {
     "one list a class": LayerHeads((4, 0, 1), (0, 1, 1), (False, True, True)),
     "heads out of order": LayerHeads((2, 7, 1), (0, 2, 0), (False, True, False)),

@@ -13,7 +13,9 @@ NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("group", "dim", "value_dim"), [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32)])
+@pytest.mark.parametrize(
+    ("group", "dim", "value_dim"), [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32), (20, 576, 576)]
+)
 @pytest.mark.parametrize("lengths", [[1], [16, 16], [5, 17, 160, 33], [160] * 3])
 def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_dim, lengths):
     torch.manual_seed(len(lengths))

@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.triton.tiles import parts_of, tile_of
 
-TILE_ROWS = 64  # rows of a program, at most: queries, times the query heads of a KV head
-TILE_TOKENS = 64
 SPLIT_TOKENS = 2048  # tokens that one program reads, at least
 MAX_SPLITS = 64
 
@@ -24,9 +23,16 @@ def segpaged_attention(
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
     num_rows, num_heads, head_dim = query.shape
-    size = num_heads // len(heads.streams)
+    dim = triton.next_power_of_2(head_dim)
+    tile, size = tile_of(dim), num_heads // len(heads.streams)
+    if size > tile:
+        parts = parts_of(size, tile)
+        every = [head for head in range(len(heads.streams)) for _ in range(parts)]
+        streams, lists = ([given[head] for head in every] for given in (heads.streams, heads.page_lists))
+        heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
+        size //= parts
     most = max(rows.stop - rows.start for rows in layout.rows) * size
-    tile_rows = min(TILE_ROWS, triton.next_power_of_2(max(16, most)))
+    tile_rows = min(tile, triton.next_power_of_2(max(16, most)))
     tiles, slots = layout.query_tiles(max(1, tile_rows // size)), layout.stacked_slots
     splits = max(1, min(MAX_SPLITS, slots.shape[2] // SPLIT_TOKENS))
     output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
@@ -36,7 +42,7 @@ def segpaged_attention(
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=TILE_TOKENS, DIM=triton.next_power_of_2(head_dim),
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile, DIM=dim,
     )  # fmt: skip
     joined = output[0] if splits == 1 else (output * weight.softmax(0)[..., None]).sum(0)
     return joined.to(query.dtype)

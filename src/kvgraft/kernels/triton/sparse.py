@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_TOKENS = 64
+from kvgraft.kernels.triton.tiles import parts_of, tile_of
+
 SPLIT_TOKENS = 256  # tokens that one program reads, at least
 MAX_SPLITS = 32
 
@@ -15,7 +16,13 @@ def block_sparse_attention(
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.block_sparse_attention`; the last dimension of every tensor must be contiguous."""
     num_rows, group, head_dim = query.shape
-    size, value_dim = keys.shape[1], values.shape[2]
+    size, value_dim, dim = keys.shape[1], values.shape[2], triton.next_power_of_2(head_dim)
+    tile = tile_of(dim)
+    if group > tile:
+        parts = parts_of(group, tile)
+        split = query.reshape(num_rows * parts, group // parts, head_dim)
+        tables, lengths = (part.repeat_interleave(parts, dim=0) for part in (tables, lengths))
+        return block_sparse_attention(split, keys, values, tables, lengths, scale).view(num_rows, group, value_dim)
     splits = max(1, min(MAX_SPLITS, tables.shape[1] * size // SPLIT_TOKENS))
     output = torch.empty(splits, num_rows, group, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(splits, num_rows, group, dtype=torch.float32, device=query.device)
@@ -24,8 +31,8 @@ def block_sparse_attention(
         *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], tables.stride(0),
         num_rows, group, head_dim, value_dim,
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, ROWS=max(16, triton.next_power_of_2(group)), TILE_TOKENS=TILE_TOKENS,
-        DIM=triton.next_power_of_2(head_dim), VALUE_DIM=triton.next_power_of_2(value_dim),
+        SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
+        TILE_TOKENS=tile, DIM=dim, VALUE_DIM=triton.next_power_of_2(value_dim),
     )  # fmt: skip
     joined = output[0] if splits == 1 else (output * weight.softmax(0)[..., None]).sum(0)
     return joined.to(query.dtype)

@@ -1,0 +1,84 @@
+"""Every Triton kernel compiles for CUDA, whatever the interpreter lets pass, and fits the shared memory of a device."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SHARED = 227 * 1024  # bytes of a program on Hopper; Ampere's data centre devices have 163
+ALIGN = """
+for dtype in DTYPES:
+    pool, slots, turn = torch.zeros(2, 64, 3, 80, dtype=dtype), torch.arange(4), torch.zeros(4, 40)
+    for values in (pool.clone(), None):
+        dispatch.align_copy(pool, values, range(2), slots, slots + 8, turn, turn, implementation="triton")
+"""
+TOPK = """
+for remap in (False, True):
+    scores, lengths = torch.zeros(2, 3000), torch.ones(2, dtype=torch.int64)
+    dispatch.radix_topk(scores, lengths, 29, 0.1, remap=remap, implementation="triton")
+"""
+ATTENTION = """
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+
+steps = AttentionLayout.of([torch.tensor([5]), torch.tensor([99])], [torch.arange(6)[None], torch.arange(100)[None]])
+prompt = AttentionLayout.of([torch.arange(100)], [torch.arange(100)[None]])
+for dtype in DTYPES:
+    for query_heads, kv_heads, dim in ((8, 2, 64), (16, 8, 128), (16, 1, 576)):
+        heads = LayerHeads(tuple(range(kv_heads)), (0,) * kv_heads, (False,) * kv_heads)
+        pool = torch.zeros(kv_heads, 128, dim, dtype=dtype)
+        for layout, count in ((steps, 2), (prompt, 100)):
+            query = torch.zeros(count, query_heads, dim, dtype=dtype)
+            dispatch.segpaged_attention(query, pool, pool, heads, layout, 1.0, implementation="triton")
+        query, pages = torch.zeros(2, query_heads // kv_heads, dim, dtype=dtype), torch.zeros(9, 16, dim, dtype=dtype)
+        tables, lengths = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+        dispatch.block_sparse_attention(query, pages, pages, tables, lengths, 1.0, implementation="triton")
+"""
+FLOWS = """
+from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.flow import trace
+from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.planner import plan
+
+for name in ("quest", "h2o", "opus_coarse_fine", "sonnet_value_weighted_centroid"):
+    for dim, group in ((128, 2), (576, 16)):
+        program = trace(FLOWS[name](), 16, dim, group)
+        pool = {"k": torch.zeros(90, 16, dim), "v": torch.zeros(90, 16, dim)}
+        pool |= {cache: torch.zeros(90, *shape) for cache, shape in program.caches.items()}
+        fill(program, pool, torch.arange(80), implementation="triton")
+        batch = Batch(torch.arange(90)[None], torch.tensor([85 * 16]), 16)
+        query = torch.zeros(1, group, dim)
+        select(program, plan(program), query, pool, batch, implementation="triton")
+"""
+SETUP = """
+import torch
+from compiling import compile_only, compiled
+from kvgraft.kernels import dispatch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+compile_only()
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("calls", "kernels"),
+    [
+        (ALIGN, {"_align_copy"}),
+        (TOPK, {"_radix"}),
+        (ATTENTION, {"_segpaged", "_sparse"}),
+        (FLOWS, {"fused"}),
+    ],
+    ids=["align", "topk", "attention", "flows"],
+)
+def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    program = f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in found} == kernels
+    assert max(int(shared) for _, shared in found) <= SHARED
