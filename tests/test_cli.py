@@ -50,6 +50,8 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert (told["flow"], told["selects"], told["caches"]) == ("quest", 32, {"low": [32], "high": [32]})
     assert run(app, ["flow", "explain", "h2o"]) == 0
     assert "keeps state: requests share no pages" in " ".join(capsys.readouterr().out.split())
+    assert run(app, ["flow", "explain", "quest", "--triton"]) == 0
+    assert capsys.readouterr().out.count("def fused(") == len(told["sources"]) == 3
     bench = ["flow", "bench", "quest:k=9", "--length", "512", "--out", str(tmp_path / "out"), "--context", "600"]
     assert run(app, [*bench, "--json"]) == 0
     assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:k=9"}

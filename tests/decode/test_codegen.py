@@ -1,4 +1,4 @@
-"""Generated kernels against batched torch, in Triton's interpreter; and whether they compile for CUDA."""
+"""Generated kernels against batched torch, in Triton's interpreter."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvgraft.decode import ops
+from kvgraft.decode.batch import Batch
 from kvgraft.decode.codegen import source_of
-from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Caches, Flow, Program, Selection, trace
 from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.graph import Value

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.batch import Batch
+from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Flow, trace
 from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.planner import plan

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from kvgraft.decode import ops
-from kvgraft.decode.executor import Batch, select, tables
+from kvgraft.decode.batch import Batch, tables
+from kvgraft.decode.executor import select
 from kvgraft.decode.flow import Caches, Flow, Selection, trace
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import OPERATORS

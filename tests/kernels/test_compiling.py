@@ -37,7 +37,8 @@ for dtype in DTYPES:
         dispatch.block_sparse_attention(query, pages, pages, tables, lengths, 1.0, implementation="triton")
 """
 FLOWS = """
-from kvgraft.decode.executor import Batch, fill, select
+from kvgraft.decode.batch import Batch
+from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
 from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.planner import plan

@@ -49,6 +49,7 @@ def explain_flow(
     model: ModelOption = MODEL_DIR,
     block: BlockOption = 16,
     context: Annotated[int, typer.Option(help="Tokens of the sequence that bytes are counted for.")] = 32768,
+    triton: Annotated[bool, typer.Option(help="Print the source of its kernels for CUDA, too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Trace a flow, or say at which line it is wrong; show its operators, kernels, caches and bytes."""
@@ -63,6 +64,8 @@ def explain_flow(
         print_json(explanation)
     else:
         console.print(explain.render(explanation))
+        for name, source in explanation.sources.items() if triton else ():
+            typer.echo(f"\n# {name}\n{source}", nl=False)
 
 
 @flows_app.command("bench")

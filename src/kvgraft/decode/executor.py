@@ -1,17 +1,19 @@
-"""Runs the groups of a flow in batched torch: all sequences of a step at once, padded to the longest, and a chunk of
-blocks at a time where a group works block by block. Serves CPU, and CUDA without Triton."""
+"""Runs the groups of a flow: all sequences of a step at once, padded to the longest.
+
+In batched torch a group that works block by block takes a chunk of blocks at a time, one that fits a cache. On CUDA
+with Triton such groups are generated kernels.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvgraft.decode.batch import Batch, static_selection
 from kvgraft.decode.codegen import NAME, Source, source_of
-from kvgraft.decode.flow import Flow, Program
+from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import block_axis
 from kvgraft.decode.planner import Group, Template, plan_cache, size_of
@@ -35,53 +37,6 @@ class Paged(Protocol):
 Pool = Mapping[str, Any]  # by name: k and v as `Paged`, the flow's own caches as tensors [rows, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The sequences of a step, one for each KV head of each request.
-
-    Attributes:
-        rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
-        tokens: int64 [S], of each sequence.
-    """
-
-    rows: Tensor
-    tokens: Tensor
-    block_size: int
-
-    @cached_property
-    def totals(self) -> Tensor:
-        """int64 [S], blocks that hold tokens."""
-        return -(-self.tokens // self.block_size)
-
-    @cached_property
-    def filled(self) -> Tensor:
-        """int64 [S], those that are full: B. Only they have entries in the caches of a flow."""
-        return self.tokens // self.block_size
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """B of the longest."""
-        return int(self.filled.max())
-
-    @cached_property
-    def spacing(self) -> tuple[int, int] | None:
-        """The first row and the distance from one sequence's to the next's, if the rows of each follow one another and
-        all sequences are equally far apart: then they can be read where they are."""
-        rows = self.rows[:, : self.num_blocks]
-        apart = rows[:, 0].diff()
-        step = int(apart[0]) if len(apart) else 0
-        if step < 0 or bool((apart != step).any()) or bool((rows.diff(dim=1) != 1).any()):
-            return None
-        return int(rows[0, 0]), step
-
-    @cached_property
-    def missing(self) -> Tensor | None:
-        """bool [S, B]: blocks that a sequence does not have; None if all have as many."""
-        if bool((self.filled == self.num_blocks).all()):
-            return None
-        return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
-
-
 def select(
     program: Program,
     groups: Sequence[Group],
@@ -102,7 +57,7 @@ def select(
         int64 [S, n], -1 for none; some may be those that are always attended to.
     """
     if not isinstance(program.selection, Value):
-        return _static(program.selection, batch)
+        return static_selection(program.selection, batch)
     run = _Run(program, query, pool, batch)
     generates = dispatch.generates(query.device.type, implementation)
     for group in groups:
@@ -255,38 +210,6 @@ def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> D
     if axis is None:
         return x
     return x.movedim(axis, 1).masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), neutral).movedim(1, axis)
-
-
-def _static(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
-    """Blocks that are the same for every query; those that a sequence does not have are none."""
-    filled = batch.filled[:, None]
-    fixed = torch.tensor(
-        [block if isinstance(block, int) else block.offset for block in selection], device=filled.device
-    )
-    from_end = torch.tensor([isinstance(block, Blocks) or block < 0 for block in selection], device=filled.device)
-    found = fixed + filled * from_end  # [S, n]
-    return found.masked_fill((found < 0) | (found >= filled), -1)
-
-
-def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]:
-    """Block tables of what a flow chose and of what is attended to in any case, as paged attention takes them.
-
-    Args:
-        selection: int64 [S, n], -1 for none.
-
-    Returns:
-        The rows of the blocks int64 [S, m], in order, each once, then the last one again; and how many tokens they
-        hold, int64 [S].
-    """
-    behind, device = batch.totals[:, None], selection.device  # sorts behind every block
-    always = torch.tensor((*range(flow.FIRST), *range(-flow.LAST, 0)), device=device)
-    fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(behind - 1)
-    every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
-    again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
-    every = torch.where(again, behind, every).sort(dim=1).values
-    unwritten = batch.totals * batch.block_size - batch.tokens
-    lengths = (every < behind).sum(1) * batch.block_size - unwritten
-    return batch.rows.gather(1, every.minimum(behind - 1)), lengths
 
 
 def fill(program: Program, pool: Pool, rows: Tensor, *, implementation: str | None = None) -> None:

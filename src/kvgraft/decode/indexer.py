@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvgraft.decode.executor import Batch, Paged, Pool, fill, select, tables
+from kvgraft.decode.batch import Batch, tables
+from kvgraft.decode.executor import Paged, Pool, fill, select
 from kvgraft.decode.flow import Program
 from kvgraft.decode.planner import plan
 from kvgraft.kernels.dispatch import block_sparse_attention

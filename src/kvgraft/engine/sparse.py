@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.decode.executor import Batch
+from kvgraft.decode.batch import Batch
 from kvgraft.decode.flow import Flow, Program, trace
 from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer

@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvgraft.decode.codegen import source_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import describe
 from kvgraft.decode.planner import Group as Fused
-from kvgraft.decode.planner import plan, unfused
+from kvgraft.decode.planner import Template, plan, plan_cache, unfused
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Explanation:
         context: tokens of the sequence that bytes are counted for; they are of one KV head.
         fused, unfused: bytes that the indexer reads and writes as planned, and operator by operator.
         attended, dense: bytes of the keys and values that the step reads, and that dense attention would.
+        sources: of the kernels that are generated for CUDA, in Triton.
     """
 
     flow: str
@@ -55,6 +57,7 @@ class Explanation:
     unfused: int
     attended: int
     dense: int
+    sources: dict[str, str]
 
 
 def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Explanation:
@@ -73,7 +76,18 @@ def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Exp
         unfused=_moved(unfused(program), blocks, itemsize),
         attended=min(program.most, blocks) * per_block * itemsize,
         dense=blocks * per_block * itemsize,
+        sources=_sources(program, groups),
     )
+
+
+def _sources(program: Program, groups: Sequence[Fused]) -> dict[str, str]:
+    found = {
+        f"{n} {group.template.value}": group for n, group in enumerate(groups) if group.template != Template.SPECIAL
+    }
+    sources = {name: source_of(group) for name, group in found.items()}
+    if program.stores:
+        sources["forward_cache"] = source_of(plan_cache(program), tuple(program.stores.items()))
+    return {name: source.text for name, source in sources.items() if source is not None}
 
 
 def _moved(groups: Sequence[Fused], blocks: int, itemsize: int) -> int:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvgraft.decode.executor import Batch
+from kvgraft.decode.batch import Batch
 from kvgraft.decode.flow import Program
 from kvgraft.decode.indexer import Indexer
 from kvgraft.vllm.compat.packing import unpack
