@@ -47,7 +47,10 @@ MLA = {  # of DeepSeek-V2-Lite, without experts
     "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "first_k_dense_replace": 64,
 }  # fmt: skip
-MODELS = {"gqa": ("qwen3", SHAPE, 2 * 8 * 128), "mla": ("deepseek_v3", MLA, 512 + 64)}  # numbers kept of a token
+MODELS: dict[str, tuple[str, Mapping[str, Any], int]] = {  # family, shape, numbers kept of a token
+    "gqa": ("qwen3", SHAPE, 2 * 8 * 128),
+    "mla": ("deepseek_v3", MLA, 512 + 64),
+}
 STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest:k=29,layers_skip=none"

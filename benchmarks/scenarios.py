@@ -230,7 +230,7 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def make_random_model(
-    folder: Path, layers: int, max_position: int, shape: Mapping[str, int] | None = None, family: str = "qwen3"
+    folder: Path, layers: int, max_position: int, shape: Mapping[str, Any] | None = None, family: str = "qwen3"
 ) -> None:
     """The random model of ttft.py, with a tokenizer that splits at spaces: w17 is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers

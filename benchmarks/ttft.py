@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ SHAPE = {
 
 
 def make_model(
-    folder: Path, layers: int, max_position: int, shape: Mapping[str, int] = SHAPE, family: str = "qwen3"
+    folder: Path, layers: int, max_position: int, shape: Mapping[str, Any] = SHAPE, family: str = "qwen3"
 ) -> None:
     """A model with random weights."""
     torch.manual_seed(0)
