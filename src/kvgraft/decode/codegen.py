@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import align, same_entries
@@ -312,11 +312,12 @@ def _fill(writer: _Writer, value: Value) -> str:
     return f"tl.full({writer.shape(value.shape)}, {_number(value.options.get('value', 0.0))}, tl.float32)"
 
 
-def _require_powers(value: Value, *given: Any) -> None:
+def _require_powers(*values: Value | float) -> None:
     """What joins or cuts axes must not meet their padding."""
-    for shape in (value.shape, *(part.shape for part in given if isinstance(part, Value))):
-        if any(isinstance(size, int) and size != _power(size) for size in align(shape, len(shape))[1:]):
-            raise _CannotGenerate(f"{value.made_by.name} of sizes that are no powers of two")
+    for value in values:
+        shape = value.shape if isinstance(value, Value) else ()
+        if any(isinstance(size, int) and size != _power(size) for size in shape[1:]):
+            raise _CannotGenerate(f"sizes {shape} that are no powers of two")
 
 
 _EMIT: dict[str, Callable[[_Writer, Value], str]] = {

@@ -72,27 +72,29 @@ def plan(program: Program) -> tuple[Group, ...]:
             members.append((template, []))
         members[joined][1].append(value)
         made_in[value] = joined
-    return tuple(_group(template, values, program) for template, values in members)
+    return tuple(_group(template, values, _needed(values, program)) for template, values in members)
 
 
 def unfused(program: Program) -> tuple[Group, ...]:
     """As `plan`, each operator on its own."""
-    return tuple(_group(template_of(value), [value], program) for value in program.indexer)
+    return tuple(_group(template_of(value), [value], _needed([value], program)) for value in program.indexer)
 
 
 def plan_cache(program: Program) -> Group:
     """The group of forward_cache."""
-    outputs = tuple(dict.fromkeys(program.stores.values()))
-    own, reads = set(program.cache), (given for value in (*program.cache,) for given in value.inputs)
-    inputs = dict.fromkeys(given for given in (*reads, *outputs) if isinstance(given, Value) and given not in own)
-    return Group(Template.CHUNK, tuple(program.cache), tuple(inputs), outputs)
+    return _group(Template.CHUNK, program.cache, tuple(dict.fromkeys(program.stores.values())))
 
 
-def _group(template: Template, values: Sequence[Value], program: Program) -> Group:
+def _needed(values: Sequence[Value], program: Program) -> tuple[Value, ...]:
+    """Those that other operators of forward_indexer read, or that outlast it."""
     own = set(values)
     needed = {given for value in program.indexer if value not in own for given in value.inputs} | {program.selection}
+    return tuple(value for value in values if value in needed or value.saves_to)
+
+
+def _group(template: Template, values: Sequence[Value], outputs: tuple[Value, ...]) -> Group:
+    own = set(values)
     inputs = dict.fromkeys(
         given for value in values for given in value.inputs if isinstance(given, Value) and given not in own
     )
-    outputs = tuple(value for value in values if value in needed or value.saves_to)
     return Group(template, tuple(values), tuple(inputs), outputs)

@@ -83,13 +83,12 @@ class NativePrefill(PagedPrefill):
         with self._timed("align"):
             _, targets, shifts = self._graft_slots()
             cos, sin = self._decoder.config.rope.table(shifts)
-            pools = [pool[:, :, None] for pool in self._cache.pools]  # streams: layers of one head
+            keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
                 has = source >= 0
                 streams = self._cache.layout.streams(page_list, layers)
-                align_copy(
-                    pools[0], pools[1] if pools[1:] else None, streams, source[has], target[has], cos[has], sin[has]
-                )
+                of_tokens = (part[has] for part in (source, target, cos, sin))
+                align_copy(keys, values[0] if values else None, streams, *of_tokens)
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         with self._timed(self._stage(hidden)):

@@ -34,7 +34,7 @@ class Steps:
     def __init__(self, engine: Engine, context: int, batch: int) -> None:
         self._engine = engine
         engine.clear_cache()
-        for pool in (engine.memory.cache.keys, engine.memory.cache.values):
+        for pool in engine.memory.cache.pools:
             pool.normal_()
         tokens = np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
         self._sequences = []
