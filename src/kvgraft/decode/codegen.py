@@ -20,6 +20,7 @@ TILE_ENTRIES = 16384  # of the largest tensor of a program: what registers hold
 MOST_ENTRIES = 4 * TILE_ENTRIES  # with a single block
 MOST_BLOCKS = 64
 NAME = "fused"  # of the function
+HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Source:
     """A kernel.
 
     Attributes:
-        text: its source. Arguments: the inputs and outputs, then, if there are blocks, the table int64 [S, B], its
-            distance from row to row, and the blocks of each sequence, int64 [S]; then the strides of every input and
-            output. Programs: sequences, and tiles.
+        text: of a module. Arguments of its function: the inputs and outputs, then, if there are blocks, the table
+            int64 [S, B], its distance from row to row, and the blocks of each sequence, int64 [S]; then the strides of
+            every input and output. Programs: sequences, and tiles.
         inputs: tensors that it reads: the query [S, g, d], caches [rows, ...], other groups' values [S, ...].
         outputs: what it writes: values [S, ...], or of forward_cache what becomes of caches [rows, ...].
         tile: blocks of a program; 0 without blocks.
@@ -87,8 +88,12 @@ class _Writer:
                 "row = tl.load(table + s * table_row + b, mask=there, other=0)",
             ]
         body = "".join(f"    {line}\n" for line in [*head, *self._lines])
-        text = f"def {NAME}({', '.join([*arguments, *strides])}):\n{body}"
-        return Source(text, tuple(self._inputs), tuple(self._outputs), self._tile)
+        return Source(
+            f"{HEAD}def {NAME}({', '.join([*arguments, *strides])}):\n{body}",
+            tuple(self._inputs),
+            tuple(self._outputs),
+            self._tile,
+        )
 
     def operand(self, given: Value | float, rank: int = 0) -> str:
         """A value as a tensor of at least this rank, or a number."""
