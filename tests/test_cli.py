@@ -56,6 +56,9 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert run(app, [*bench, "--json"]) == 0
     assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:k=9"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
+    assert run(app, ["flow", "bench", "quest", "--context", "9000", "--out", str(tmp_path / "none")]) == 2
+    assert "--context must be from 3 to 4608, the positions of this model, got 9000" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
     mine = tmp_path / "mine.py"
     for text, error in (
         ("x = 1 +", "mine.py cannot be run: SyntaxError"),

@@ -93,10 +93,13 @@ def bench_flows(
 
     wanted = [*FLOWS] if flows == ["all"] else flows
     engine = load(model, dtype=dtype, device=device, block_size=block)
+    context = engine.max_length if context is None else context
+    if not 2 < context <= engine.max_length:
+        raise ValueError(f"--context must be from 3 to {engine.max_length}, the positions of this model, got {context}")
     with progress_bar(progress_console, "answering") as on_progress:
         rows = judging.evaluate(engine, wanted, out, seed=seed, length=length, scale=scale, on_progress=on_progress)
     with progress_console.status("timing decode steps"):
-        speed = speedups(engine, [DENSE, *wanted], (context or engine.max_length) - 2)
+        speed = speedups(engine, [DENSE, *wanted], context - 2)
     found = judging.summarise(rows, speed)
     picture = write_pareto(found, judging.frontier(found), out)
     (out / "flows.json").write_text(judging.as_json(found))

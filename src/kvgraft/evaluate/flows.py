@@ -212,15 +212,15 @@ def render(found: Sequence[Found]) -> RenderableType:
     """A line for each flow; those of the frontier are marked."""
     stages = list(dict.fromkeys(name for one in found for name in one.stages))
     table = Table()
-    table.add_column("flow", overflow="fold", min_width=24)
-    for name in ("score", "95 %", *stages, "faster", ""):
-        table.add_column(name, justify="right")
+    table.add_column("flow", overflow="fold", min_width=14)
+    for name in ("score", "95 %", *stages, "faster"):
+        table.add_column(name, justify="right", no_wrap=True)
     best = frontier(found)
     for one in found:
         by_stage = [f"{one.stages[name]:.3f}" if name in one.stages else "-" for name in stages]
         table.add_row(
-            one.flow, f"{one.score:.3f}", f"{one.low:.2f}-{one.high:.2f}", *by_stage,
-            f"{one.faster:.2f}x" if one.faster else "-", "*" if one in best else "",
+            one.flow + " *" * (one in best), f"{one.score:.3f}", f"{one.low:.2f}-{one.high:.2f}", *by_stage,
+            f"{one.faster:.2f}x" if one.faster else "-",
         )  # fmt: skip
     legend = "score: mean of the stages that the flow has reached; *: no other flow is both better and faster"
     return Group(table, Text(legend))
