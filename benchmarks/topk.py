@@ -5,7 +5,6 @@ python benchmarks/topk.py [--columns 2048,8192] [--k 29,61] [--device cuda] [--j
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvgraft.evaluate.decoding import wait
+from kvgraft.evaluate.decoding import in_turn
 from kvgraft.kernels.dispatch import radix_topk
 
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
@@ -63,15 +62,7 @@ def measure(scores: Tensor, k: int, rounds: int) -> dict[str, tuple[list[float],
             sides[name] = lambda: scores.topk(k, dim=1).indices
         else:
             sides[name] = partial(radix_topk, scores, lengths, k, how[0], remap=how[1])
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(-2, rounds):
-        for name, side in sides.items():
-            wait()
-            start = time.perf_counter()
-            side()
-            wait()
-            if number >= 0:
-                times[name].append(time.perf_counter() - start)
+    times = in_turn(sides, rounds)
     return {name: (times[name], side()) for name, side in sides.items()}
 
 

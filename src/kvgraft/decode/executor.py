@@ -15,8 +15,8 @@ from kvgraft.decode.batch import Batch, static_selection
 from kvgraft.decode.codegen import NAME, Source, source_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.operators import block_axis
 from kvgraft.decode.planner import Group, Template, plan_cache, size_of
+from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.vtensor import Blocks
 from kvgraft.kernels import dispatch
 from kvgraft.kernels.room import PIECE, take

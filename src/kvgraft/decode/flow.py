@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from kvgraft.decode.graph import Line, Value, tracing
-from kvgraft.decode.operators import Stage, describe, same_entries
+from kvgraft.decode.operators import Stage
+from kvgraft.decode.shapes import describe, same_entries
 from kvgraft.decode.vtensor import Blocks, Shape
 from kvgraft.methods import require_at_least
 

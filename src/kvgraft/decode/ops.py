@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from kvgraft.decode.graph import Value, record
-from kvgraft.decode.operators import OPERATORS, Operator, block_axis
+from kvgraft.decode.operators import OPERATORS, Operator
+from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.vtensor import Shape, VTensor
 
 Operand = TypeVar("Operand", Value, VTensor)  # the same kind comes out

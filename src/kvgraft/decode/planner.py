@@ -11,7 +11,7 @@ from enum import Enum
 
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.operators import block_axis
+from kvgraft.decode.shapes import block_axis
 
 
 class Template(Enum):

@@ -4,7 +4,7 @@ costs has."""
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,7 +53,7 @@ class Steps:
         return partial(decode, engine.decoder, engine.memory.cache, own, sequences)
 
 
-def in_turn(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def in_turn(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each in every round, after two that do not count."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-2, rounds):

@@ -12,9 +12,9 @@ from rich.text import Text
 from kvgraft.decode.codegen import source_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.operators import describe
 from kvgraft.decode.planner import Group as Fused
 from kvgraft.decode.planner import Template, plan, plan_cache, unfused
+from kvgraft.decode.shapes import describe
 
 
 @dataclass(frozen=True)

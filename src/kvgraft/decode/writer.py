@@ -1,0 +1,109 @@
+"""Lines of a Triton kernel: values are tensors [tile, ...] of one sequence's blocks, padded to powers of two."""
+
+import math
+
+from kvgraft.decode.graph import Value
+from kvgraft.decode.shapes import align
+from kvgraft.decode.vtensor import Blocks, Shape
+
+
+class Writer:
+    """The body of a kernel, as operators write it. What they read is loaded when it is first needed.
+
+    Args:
+        tile: blocks of a program.
+
+    Attributes:
+        lines: in order.
+        inputs: what is loaded, and the names of the arguments that it comes in.
+    """
+
+    def __init__(self, tile: int) -> None:
+        self.lines: list[str] = []
+        self.inputs: dict[Value, str] = {}
+        self._tile = tile
+        self._names: dict[Value, str] = {}
+
+    def define(self, value: Value, expression: str) -> None:
+        """A value is known from here on."""
+        self._names[value] = self.let(expression)
+
+    def store(self, name: str, value: Value, cached: bool) -> None:
+        """Write a value to an argument, a cache or a tensor [S, ...]."""
+        at, mask = self._address(name, value.shape, cached)
+        self.lines.append(f"tl.store({at}, {self.operand(value)}{mask})")
+
+    def operand(self, given: Value | float, rank: int = 0) -> str:
+        """A value as a tensor of at least this rank, or a number."""
+        if not isinstance(given, Value):
+            return number(given)
+        if given not in self._names:
+            self._names[given] = self._load(given)
+        name, own = self._names[given], len(given.shape) - 1
+        return name if own >= rank else f"{name}[{', '.join(['None'] * (rank - own) + [':'] * own)}]"
+
+    def masked(self, value: Value, axis: int, neutral: float, rank: int = 0) -> str:
+        """A value, maybe of a higher rank, whose padding along an axis of the tile holds what an operator passes by."""
+        rank = max(rank, len(value.shape) - 1)
+        size, name = align(value.shape, rank + 1)[axis + 1], self.operand(value, rank)
+        if isinstance(size, Blocks) or size == power(size):
+            return name
+        return self.let(f"tl.where({self.index(size, axis, rank)} < {size}, {name}, {number(neutral)})")
+
+    def index(self, size: int, axis: int, rank: int) -> str:
+        """Numbers of the entries along an axis of a tensor of this rank."""
+        return _placed(f"tl.arange(0, {power(size)})", axis, rank)
+
+    def shape(self, shape: Shape) -> list[int]:
+        """Of the tile."""
+        return [self._tile if isinstance(size, Blocks) else power(size) for size in shape[1:]]
+
+    def let(self, expression: str) -> str:
+        """The name that an expression gets."""
+        name = f"x{len(self.lines)}"
+        self.lines.append(f"{name} = {expression}")
+        return name
+
+    def _load(self, value: Value) -> str:
+        name = self.inputs[value] = f"in{len(self.inputs)}"
+        at, mask = self._address(name, value.shape, is_cache(value))
+        return self.let(f"tl.load({at}{mask}{', other=0.0' if mask else ''}).to(tl.float32)")
+
+    def _address(self, name: str, shape: Shape, cached: bool) -> tuple[str, str]:
+        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is addressed by row."""
+        rank, parts, inside = len(shape) - 1, [name], []
+        if not cached:
+            parts.append(f"s * {name}_0")
+        for axis, size in enumerate(shape[1:]):
+            stride = f"{name}_{axis if cached else axis + 1}"
+            if isinstance(size, Blocks):
+                parts.append(f"{_placed('row' if cached else 'b', axis, rank)} * {stride}")
+                inside.append(_placed("there", axis, rank))
+            else:
+                index = self.index(size, axis, rank)
+                parts.append(f"{index} * {stride}")
+                if size != power(size):
+                    inside.append(f"({index} < {size})")
+        return " + ".join(parts), f", mask={' & '.join(inside)}" if inside else ""
+
+
+def number(x: float) -> str:
+    """A literal."""
+    return repr(float(x)) if math.isfinite(x) else f"float('{x}')"
+
+
+def _placed(vector: str, axis: int, rank: int) -> str:
+    """A vector along one axis of a tensor."""
+    if rank == 1:
+        return vector
+    return f"{vector}[{', '.join(':' if here == axis else 'None' for here in range(rank))}]"
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def is_cache(value: Value) -> bool:
+    """Whether a value is read from pages."""
+    return value.name not in ("", "q")
