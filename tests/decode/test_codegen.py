@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvgraft.decode import ops
 from kvgraft.decode.batch import Batch
-from kvgraft.decode.codegen import source_of
+from kvgraft.decode.codegen import cache_source, source_of
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Caches, Flow, Program, Selection, trace
 from kvgraft.decode.flows import FLOWS
@@ -61,12 +61,10 @@ def check(flow: Flow, geometry: tuple[int, int, int]) -> None:
 def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
     """Operators of groups that batched torch must do."""
     program = trace(flow, *geometry)
-    groups = [(group, ()) for group in plan(program) if group.template is not Template.SPECIAL]
+    found = [(group, source_of(group)) for group in plan(program) if group.template is not Template.SPECIAL]
     if program.stores:
-        groups.append((plan_cache(program), tuple(program.stores.items())))  # type: ignore[arg-type]
-    return [
-        value.made_by.name for group, stores in groups if source_of(group, stores) is None for value in group.values
-    ]
+        found.append((plan_cache(program), cache_source(program)))
+    return [value.made_by.name for group, source in found if source is None for value in group.values]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -58,7 +58,7 @@ def explain_flow(
     found, config = parse_flow(flow), load_config(model)
     if found is None:
         raise ValueError("dense attention is no flow")
-    program = trace(found, block, config.head_dim, config.num_heads // config.num_kv_heads)
+    program = trace(found, block, config.head_dim, config.group)
     explanation = explain.explain(program, config.head_dim * (1 if config.latent else 2), context)
     if as_json:
         print_json(explanation)

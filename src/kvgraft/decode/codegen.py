@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvgraft.decode.emitters import CannotGenerate, emit, entries
+from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.planner import Group, Template
+from kvgraft.decode.planner import Group, Template, plan_cache
 from kvgraft.decode.writer import Writer, is_cache, power
 
 TILE_ENTRIES = 16384  # of the largest tensor of a program: what registers hold
@@ -40,16 +41,20 @@ class Source:
 
 
 @lru_cache(maxsize=1024)
-def source_of(group: Group, stores: tuple[tuple[str, Value], ...] = ()) -> Source | None:
-    """The kernel of a query or chunk group, or of forward_cache's, which `stores` values in caches; None where batched
-    torch must do."""
+def source_of(group: Group, *, to_caches: bool = False) -> Source | None:
+    """The kernel of a query or chunk group; None where batched torch must do."""
     try:
-        return _source(group, tuple(value for _, value in stores) or group.outputs, to_caches=bool(stores))
+        return _source(group, to_caches=to_caches)
     except CannotGenerate:
         return None
 
 
-def _source(group: Group, outputs: tuple[Value, ...], *, to_caches: bool) -> Source:
+def cache_source(program: Program) -> Source | None:
+    """The kernel of forward_cache; None where there is nothing to do, or batched torch must."""
+    return source_of(plan_cache(program), to_caches=True) if program.stores else None
+
+
+def _source(group: Group, *, to_caches: bool) -> Source:
     widest = max((entries(value) for value in group.values), default=1)
     if widest > MOST_ENTRIES:
         raise CannotGenerate(f"{widest} entries of a block do not fit registers")
@@ -57,10 +62,10 @@ def _source(group: Group, outputs: tuple[Value, ...], *, to_caches: bool) -> Sou
     writer = Writer(tile)
     for value in group.values:
         emit(writer, value)
-    for number, value in enumerate(outputs):
+    for number, value in enumerate(group.outputs):
         writer.store(f"out{number}", value, to_caches)
     tensors = [(name, len(value.shape) - is_cache(value)) for value, name in writer.inputs.items()]
-    tensors += [(f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(outputs)]
+    tensors += [(f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(group.outputs)]
     arguments, head = [name for name, _ in tensors], ["s = tl.program_id(0).to(tl.int64)"]
     if tile:
         arguments += ["table", "table_row", "counts"]
@@ -71,4 +76,4 @@ def _source(group: Group, outputs: tuple[Value, ...], *, to_caches: bool) -> Sou
         ]
     arguments += [f"{name}_{axis}" for name, rank in tensors for axis in range(rank)]
     body = "".join(f"    {line}\n" for line in [*head, *writer.lines])
-    return Source(f"{HEAD}def {NAME}({', '.join(arguments)}):\n{body}", tuple(writer.inputs), outputs, tile)
+    return Source(f"{HEAD}def {NAME}({', '.join(arguments)}):\n{body}", tuple(writer.inputs), group.outputs, tile)

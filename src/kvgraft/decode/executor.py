@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvgraft.decode.batch import Batch, static_selection
-from kvgraft.decode.codegen import NAME, Source, source_of
+from kvgraft.decode.codegen import NAME, Source, cache_source, source_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.planner import Group, Template, plan_cache, size_of
+from kvgraft.decode.planner import Group, Template, size_of
 from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.vtensor import Blocks
 from kvgraft.kernels import dispatch
@@ -220,15 +220,13 @@ def fill(program: Program, pool: Pool, rows: Tensor, *, implementation: str | No
         rows: int64 [n].
         implementation: as of `select`.
     """
-    if program.stores and dispatch.generates(rows.device.type, implementation):
-        source = source_of(plan_cache(program), tuple(program.stores.items()))
-        if source is not None:
-            tensors = [pool[value.name] for value in source.inputs]
-            for name, value in program.stores.items():
-                tensors.append(pool[name].view(-1, *value.shape[2:]))
-            blocks = (rows[None], torch.tensor([rows.numel()], device=rows.device))
-            dispatch.generated(source.text, NAME, tensors, blocks, source.tile)
-            return
+    source = cache_source(program) if dispatch.generates(rows.device.type, implementation) else None
+    if source is not None:
+        tensors = [pool[value.name] for value in source.inputs]
+        tensors += [pool[name].view(-1, *value.shape[2:]) for name, value in program.stores.items()]
+        blocks = (rows[None], torch.tensor([rows.numel()], device=rows.device))
+        dispatch.generated(source.text, NAME, tensors, blocks, source.tile)
+        return
     entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
         made: dict[Value | float, Tensor] = {}

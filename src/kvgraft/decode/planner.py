@@ -81,8 +81,8 @@ def unfused(program: Program) -> tuple[Group, ...]:
 
 
 def plan_cache(program: Program) -> Group:
-    """The group of forward_cache."""
-    return _group(Template.CHUNK, program.cache, tuple(dict.fromkeys(program.stores.values())))
+    """The group of forward_cache; its outputs are what becomes of each cache."""
+    return _group(Template.CHUNK, program.cache, tuple(program.stores.values()))
 
 
 def _needed(values: Sequence[Value], program: Program) -> tuple[Value, ...]:

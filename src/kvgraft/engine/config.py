@@ -107,6 +107,11 @@ class ModelConfig:
     latent: LatentAttention | None = None
 
     @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def attention_scale(self) -> float:
         """Of the attention logits."""
         return float(self.head_dim if self.latent is None else self.latent.query_dim) ** -0.5

@@ -39,7 +39,7 @@ class Scheduler:
         self.memory = memory
         self.library = library
         self.head_map = head_map
-        self.flows = SparseDecode(memory.cache, decoder.config.num_heads // decoder.config.num_kv_heads)
+        self.flows = SparseDecode(memory.cache, decoder.config.group)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 

@@ -49,7 +49,7 @@ class Steps:
         engine, sequences = self._engine, [copy.copy(sequence) for sequence in self._sequences]
         for sequence in sequences:
             sequence.flow, sequence.num_indexed = parse_flow(flow), 0
-        own = SparseDecode(engine.memory.cache, engine.config.num_heads // engine.config.num_kv_heads)
+        own = SparseDecode(engine.memory.cache, engine.config.group)
         return partial(decode, engine.decoder, engine.memory.cache, own, sequences)
 
 

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvgraft.decode.codegen import source_of
+from kvgraft.decode.codegen import cache_source, source_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group as Fused
-from kvgraft.decode.planner import Template, plan, plan_cache, unfused
+from kvgraft.decode.planner import Template, plan, unfused
 from kvgraft.decode.shapes import describe
 
 
@@ -85,8 +85,7 @@ def _sources(program: Program, groups: Sequence[Fused]) -> dict[str, str]:
         f"{n} {group.template.value}": group for n, group in enumerate(groups) if group.template != Template.SPECIAL
     }
     sources = {name: source_of(group) for name, group in found.items()}
-    if program.stores:
-        sources["forward_cache"] = source_of(plan_cache(program), tuple(program.stores.items()))
+    sources["forward_cache"] = cache_source(program)
     return {name: source.text for name, source in sources.items() if source is not None}
 
 
