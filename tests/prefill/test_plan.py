@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kvgraft.prefill.plan import Kind, Plan, Span
-from kvgraft.segments.index import Lineage, Match
+from kvgraft.segments.matches import Lineage, Match
 
 
 def match(start: int, length: int, source_start: int = 0, first_page: int = 50, block_size: int = 4) -> Match:

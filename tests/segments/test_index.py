@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.segments import index as index_module
-from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.matches import Lineage, Match
 from kvgraft.segments.table import HashTable
 
 SCOPE = scope_digest("model", "tenant")

@@ -12,8 +12,9 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages, PageLists
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.plan import Plan
-from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import chain_hashes
+from kvgraft.segments.matches import Lineage, Match
 
 
 @dataclass(frozen=True)

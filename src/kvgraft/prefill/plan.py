@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.segments.index import Match
+from kvgraft.segments.matches import Match
 
 
 class Kind(IntEnum):

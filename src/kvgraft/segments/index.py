@@ -1,6 +1,5 @@
 """Virtual-block index: finds, at any token offset, what of a prompt is already cached (SparseX, sections 4.3-4.5)."""
 
-import enum
 import hashlib
 import os
 import sys
@@ -11,51 +10,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.claims import grow, longest_first
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
-from kvgraft.segments.table import EntryTable, IsLive
+from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.table import EntryTable, IsLive, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
-
-
-class Lineage(enum.IntEnum):
-    """What the KV of a block was computed from: only exact KV, or grafted KV as well."""
-
-    EXACT = 0
-    APPROXIMATE = 1
-
-
-@dataclass(frozen=True, eq=False)
-class Match:
-    """Tokens [start, start + length) of a prompt that can be grafted from one source.
-
-    Attributes:
-        source_start: position in the source of the first token; any token, not only a block's first.
-        pages: int32, physical blocks that cover [source_start, source_start + length) of the source.
-        lineage: APPROXIMATE if any of the blocks is.
-    """
-
-    start: int
-    length: int
-    source_start: int
-    pages: np.ndarray
-    lineage: Lineage
-
-    def source_slots(self, block_size: int) -> np.ndarray:
-        """Slot of each token in the paged KV pool, int64 [length]."""
-        positions = self.source_start % block_size + np.arange(self.length)  # within the pages
-        return self.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size
-
-    def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
-        """The parts of the match that lie in pages where `usable` bool [pages] is set."""
-        first = self.source_start % block_size  # within the pages
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))).tolist()
-        parts = []
-        for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            start = max(begin * block_size - first, 0)
-            length = min(end * block_size - first, self.length) - start
-            parts.append(
-                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.lineage)
-            )
-        return parts
 
 
 @dataclass
@@ -181,11 +139,42 @@ class VirtualBlockIndex:
         if extend:
             self._extend(prompt, runs, step=-1)
             self._extend(prompt, runs, step=+1)
-        return [self._as_match(run) for run in sorted(runs, key=lambda run: run.start)]
+        runs.sort(key=lambda run: run.start)
+        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in runs]
 
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
         return self._entries.discard_stale()
+
+    @property
+    def entries(self) -> EntryTable:
+        """What is known of each entry, for indexes beside this one; they only read."""
+        return self._entries
+
+    def lookup_scope(self, scope: bytes) -> bytes:
+        """Root of the lookup hashes of a scope, 32 bytes, secret to this index."""
+        check_scope(scope)
+        return hashlib.sha256(self._secret + scope).digest()
+
+    def around(self, entry: int, before: int, after: int, scope: bytes, ceiling: Lineage) -> np.ndarray:
+        """Ids of the entries of consecutive blocks of one source, int32: this one with up to so many on either side.
+
+        All are live, within the lineage, and their tokens verified; empty if this one is not.
+        """
+        entries = self._entries
+        ids = np.array([*entries.walk(entry, -1, before)[::-1], entry, *entries.walk(entry, +1, after)], np.int32)
+        usable = entries.live(ids) & (entries.lineage[ids] <= ceiling)
+        usable &= (block_digests(entries.tokens[ids], scope) == entries.digest[ids]).all(axis=1)
+        here = int(np.flatnonzero(ids == entry)[0])
+        if not usable[here]:
+            return ids[:0]
+        bad = np.flatnonzero(~usable)
+        return ids[bad[bad < here].max(initial=-1) + 1 : bad[bad > here].min(initial=len(ids))]
+
+    def as_match(self, start: int, length: int, source_start: int, ids: np.ndarray) -> Match:
+        """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover it by blocks."""
+        pages, lineage = self._entries.page[ids], Lineage(int(self._entries.lineage[ids].max()))
+        return Match(start, length, source_start, pages, lineage)
 
     def _check_insertion(
         self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int
@@ -213,7 +202,7 @@ class VirtualBlockIndex:
         max_sources: int,
     ) -> np.ndarray:
         entries, digests = self._entries, block_digests(blocks, scope)
-        keys = block_hashes(blocks, self._lookup_scope(scope))
+        keys = block_hashes(blocks, self.lookup_scope(scope))
         rows, held = entries.find(keys)
         same = (entries.digest[held] == digests[rows]).all(axis=1)
         rows, held = rows[same], held[same]
@@ -223,7 +212,7 @@ class VirtualBlockIndex:
         entries.lineage[held[known]] = np.maximum(entries.lineage[held[known]], lineage)
         num_sources = np.bincount(rows[entries.lineage[held] <= lineage], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
-        new = new[num_sources[new] + _occurrence(digests[new]) < max_sources]
+        new = new[num_sources[new] + occurrence(digests[new].view(np.uint64)[:, 0]) < max_sources]
         columns = {"tokens": blocks, "digest": digests, **columns}
         ids[new] = entries.add(
             keys[new],
@@ -235,13 +224,9 @@ class VirtualBlockIndex:
         )
         return ids
 
-    def _lookup_scope(self, scope: bytes) -> bytes:
-        check_scope(scope)
-        return hashlib.sha256(self._secret + scope).digest()
-
     def _candidates(self, prompt: _Prompt, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(starts, ids) of the live entries that may stand at a wholly free window: int64 [n], int32 [n]."""
-        keys = window_hashes(prompt.tokens, self.block_size, self._lookup_scope(prompt.scope))
+        keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(prompt.scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
@@ -293,16 +278,3 @@ class VirtualBlockIndex:
         digests = block_digests(entries.tokens[near[allowed]], prompt.scope)
         allowed[allowed] = (digests == entries.digest[near[allowed]]).all(axis=1)
         return np.where(allowed, near, -1)
-
-    def _as_match(self, run: _Run) -> Match:
-        pages, lineage = self._entries.page[run.ids], Lineage(int(self._entries.lineage[run.ids].max()))
-        return Match(run.start, run.length, run.source_start, pages, lineage)
-
-
-def _occurrence(digests: np.ndarray) -> np.ndarray:
-    """How many rows before each row have the same content, int64 [m]."""
-    content = digests.view(np.uint64)[:, 0]
-    order = np.argsort(content, kind="stable")
-    ordered, occurrence = content[order], np.empty(len(order), np.int64)
-    occurrence[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
-    return occurrence

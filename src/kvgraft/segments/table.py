@@ -1,10 +1,12 @@
-"""Host storage of the virtual-block index: a hash table of ids and a table of entries; numpy, no object per block."""
+"""Host storage of the indexes: a hash table of ids, and tables of rows found by key; numpy, no object per block."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-_EMPTY, _REMOVED, _VACANT = -1, -2, -1
+_EMPTY, _REMOVED = -1, -2
 _MAX_LOAD, _GROWTH = 0.6, 1.25
 
 # (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under that version
@@ -85,11 +87,87 @@ class HashTable:
         return (slots + step) & (len(self._slots) - 1)  # triangular: visits every slot of a power of two
 
 
-class EntryTable:
-    """Entries of the index as a struct of arrays, one row per entry id, found by the key of their content.
+class Table(ABC):
+    """Rows as a struct of arrays, one row per id, each found under the same number of keys.
 
-    Ids of dropped entries are given out again.
+    Ids of dropped rows are given out again. A subclass sets its columns, arrays without rows, and then calls this
+    initialiser.
     """
+
+    def __init__(self, keys_per_row: int = 1) -> None:
+        self._columns = tuple(vars(self))
+        self._keys_per_row = keys_per_row
+        self._held = np.zeros(0, bool)
+        self._by_key = HashTable()
+        self._vacant = np.empty(0, np.int32)  # ids to give out
+
+    def __len__(self) -> int:
+        return len(self._by_key) // self._keys_per_row
+
+    @property
+    def capacity(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        columns = sum(getattr(self, name).nbytes for name in self._columns)
+        return columns + self._held.nbytes + self._by_key.nbytes + self._vacant.nbytes
+
+    @abstractmethod
+    def live(self, ids: np.ndarray) -> np.ndarray:
+        """Whether what the rows are about is still there, bool [n]."""
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets."""
+        rows, ids = self._by_key.find(keys)
+        ids = ids // self._keys_per_row
+        live = self.live(ids)
+        self._remove(np.unique(ids[~live]))
+        return rows[live], ids[live]
+
+    def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
+        """Hold m rows under keys uint64 [m] or [m, keys_per_row], with the given columns; returns their ids, int32."""
+        ids = self._allocate(len(keys))
+        for name in self._columns:
+            getattr(self, name)[ids] = columns[name]
+        self._held[ids] = True
+        self._by_key.insert(keys.ravel(), self._key_ids(ids))
+        return ids
+
+    def discard_stale(self) -> int:
+        """Drop every row that is not live; returns how many."""
+        held = np.flatnonzero(self._held).astype(np.int32)
+        stale = held[~self.live(held)]
+        self._remove(stale)
+        return len(stale)
+
+    def _key_ids(self, ids: np.ndarray) -> np.ndarray:
+        return (ids[:, None] * np.int32(self._keys_per_row) + np.arange(self._keys_per_row, dtype=np.int32)).ravel()
+
+    def _allocate(self, count: int) -> np.ndarray:
+        if count > len(self._vacant):
+            self.discard_stale()
+            if self.capacity - len(self) < count + self.capacity // 5:
+                self._grow(max(int(_GROWTH * self.capacity), len(self) + count))
+            self._vacant = np.flatnonzero(~self._held).astype(np.int32)
+        ids, self._vacant = self._vacant[:count], self._vacant[count:]
+        return ids
+
+    def _grow(self, capacity: int) -> None:
+        size = self.capacity
+        for name in self._columns:
+            setattr(self, name, _grown(getattr(self, name), capacity))
+        self._held = _grown(self._held, capacity)
+        self._held[size:] = False
+        self._by_key.grow(capacity * self._keys_per_row)
+
+    def _remove(self, ids: np.ndarray) -> None:
+        self._by_key.remove(self._key_ids(ids))
+        self._held[ids] = False
+
+
+class EntryTable(Table):
+    """Entries of the virtual-block index, found by the key of their content."""
 
     def __init__(self, block_size: int, is_live: IsLive) -> None:
         self.tokens = np.empty((0, block_size), np.int32)
@@ -100,42 +178,13 @@ class EntryTable:
         self.source_start = np.empty(0, np.int32)  # position of its first token there
         self.previous = np.empty(0, np.int32)  # entry before it in the source, or -1; its id may be another's by now
         self.following = np.empty(0, np.int32)
-        self.lineage = np.empty(0, np.int8)  # or _VACANT
-        self._columns = tuple(vars(self))
-        self._by_key = HashTable()
-        self._vacant = np.empty(0, np.int32)  # ids to give out
+        self.lineage = np.empty(0, np.int8)
+        super().__init__()
         self._is_live = is_live
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    @property
-    def capacity(self) -> int:
-        return len(self.lineage)
-
-    @property
-    def nbytes(self) -> int:
-        columns = sum(getattr(self, name).nbytes for name in self._columns)
-        return columns + self._by_key.nbytes + self._vacant.nbytes
 
     def live(self, ids: np.ndarray) -> np.ndarray:
         """Whether the pages still hold the entries' content, bool [n]."""
         return np.asarray(self._is_live(self.page[ids], self.version[ids]), bool)
-
-    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live entry is held under keys[row]; drops the stale ones it meets."""
-        rows, ids = self._by_key.find(keys)
-        live = self.live(ids)
-        self._remove(np.unique(ids[~live]))
-        return rows[live], ids[live]
-
-    def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
-        """Hold one entry per key, with the given columns; returns their ids, int32 [m]."""
-        ids = self._allocate(len(keys))
-        for name in self._columns:
-            getattr(self, name)[ids] = columns[name]
-        self._by_key.insert(keys, ids)
-        return ids
 
     def link(self, ids: np.ndarray) -> None:
         """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in one source."""
@@ -153,40 +202,35 @@ class EntryTable:
         found[rows] = near[rows]
         return found
 
-    def discard_stale(self) -> int:
-        """Drop every entry whose page has been recycled; returns how many."""
-        held = np.flatnonzero(self.lineage != _VACANT).astype(np.int32)
-        stale = held[~self.live(held)]
-        self._remove(stale)
-        return len(stale)
+    def walk(self, entry: int, step: int, count: int) -> list[int]:
+        """Up to `count` entries before (step -1) or after (+1) this one in its source, nearest first, live or not."""
+        near, found, start = self.following if step > 0 else self.previous, [], int(self.source_start[entry])
+        source = self.source[entry]
+        for _ in range(count):
+            entry, start = int(near[entry]), start + step * self.tokens.shape[1]
+            if entry < 0 or not self.holds(entry, source, start):
+                break
+            found.append(entry)
+        return found
+
+    def holds(self, ids: Any, source: Any, source_start: Any) -> Any:
+        """Whether these ids, one or many, are still the blocks at these positions of their sources."""
+        return self._held[ids] & (self.source[ids] == source) & (self.source_start[ids] == source_start)
 
     def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
-        distance = self.source_start[others] - self.source_start[ids]
-        held = (others >= 0) & (self.lineage[others] != _VACANT)
-        return held & (self.source[others] == self.source[ids]) & (distance == step * self.tokens.shape[1])
-
-    def _allocate(self, count: int) -> np.ndarray:
-        if count > len(self._vacant):
-            self.discard_stale()
-            if self.capacity - len(self) < count + self.capacity // 5:
-                self._grow(max(int(_GROWTH * self.capacity), len(self) + count))
-            self._vacant = np.flatnonzero(self.lineage == _VACANT).astype(np.int32)
-        ids, self._vacant = self._vacant[:count], self._vacant[count:]
-        return ids
-
-    def _grow(self, capacity: int) -> None:
-        size = self.capacity
-        for name in self._columns:
-            setattr(self, name, _grown(getattr(self, name), capacity))
-        self.lineage[size:] = _VACANT
-        self._by_key.grow(capacity)
-
-    def _remove(self, ids: np.ndarray) -> None:
-        self._by_key.remove(ids)
-        self.lineage[ids] = _VACANT
+        start = self.source_start[ids] + step * self.tokens.shape[1]
+        return (others >= 0) & self.holds(others, self.source[ids], start)
 
 
 def _grown(column: np.ndarray, capacity: int) -> np.ndarray:
     grown = np.empty((capacity, *column.shape[1:]), column.dtype)
     grown[: len(column)] = column
     return grown
+
+
+def occurrence(values: np.ndarray) -> np.ndarray:
+    """How many before each of the values int [m] equal it: int64 [m]."""
+    order = np.argsort(values, kind="stable")
+    ordered, counts = values[order], np.empty(len(order), np.int64)
+    counts[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return counts

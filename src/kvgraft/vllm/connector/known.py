@@ -6,7 +6,8 @@ import numpy as np
 
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.segments.index import Lineage, Match, VirtualBlockIndex
+from kvgraft.segments.index import VirtualBlockIndex
+from kvgraft.segments.matches import Lineage, Match
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import Control

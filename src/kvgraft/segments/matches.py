@@ -1,0 +1,48 @@
+"""What can be grafted where: the result of every index, and what plans are made of."""
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Lineage(enum.IntEnum):
+    """What the KV of a block was computed from: only exact KV, or grafted KV as well."""
+
+    EXACT = 0
+    APPROXIMATE = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Tokens [start, start + length) of a prompt that can be grafted from one source.
+
+    Attributes:
+        source_start: position in the source of the first token; any token, not only a block's first.
+        pages: int32, physical blocks that cover [source_start, source_start + length) of the source.
+        lineage: APPROXIMATE if any of the blocks is.
+    """
+
+    start: int
+    length: int
+    source_start: int
+    pages: np.ndarray
+    lineage: Lineage
+
+    def source_slots(self, block_size: int) -> np.ndarray:
+        """Slot of each token in the paged KV pool, int64 [length]."""
+        positions = self.source_start % block_size + np.arange(self.length)  # within the pages
+        return self.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
+        """The parts of the match that lie in pages where `usable` bool [pages] is set."""
+        first = self.source_start % block_size  # within the pages
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))).tolist()
+        parts = []
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            start = max(begin * block_size - first, 0)
+            length = min(end * block_size - first, self.length) - start
+            parts.append(
+                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.lineage)
+            )
+        return parts

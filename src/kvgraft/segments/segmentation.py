@@ -1,0 +1,131 @@
+"""Where segments that may recur begin and end, and how they are recognised (cross-query reuse, segment discovery)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from kvgraft.methods import make, parse, require_at_least, require_share
+from kvgraft.segments.keys import window_hashes
+from kvgraft.segments.minhash import Permutations, compact, winnow
+
+ANCHORS = ("\nThought:", "\nAction:", "\nObservation:", "<tool_call>", "<tool_response>")
+MAX_SEGMENT = 256  # tokens
+WINNOW = 32  # shingles, of which the least begins a window: one in 16 or so
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """What counts as a near-duplicate; the names are those of the paper.
+
+    Attributes:
+        tau: least Jaccard similarity of the shingles of two segments.
+        window: tokens of the overlapping windows.
+        tolerance: tokens by which two segments may differ in length (r).
+        context: least similarity of the left contexts; 0 takes any.
+        context_tokens: how much of the text before a segment is its left context (W).
+        min_run: identical tokens in a row that are worth a graft.
+        shingle: tokens of a shingle (k).
+        permutations: components of a signature.
+        candidates: stored segments that are aligned with a segment of a prompt at most (M).
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "similar"
+
+    tau: float = 0.8
+    window: int = 128
+    tolerance: int = 16
+    context: float = 0.0
+    context_tokens: int = 64
+    min_run: int = 8
+    shingle: int = 8
+    permutations: int = 128
+    candidates: int = 4
+
+    def __post_init__(self) -> None:
+        require_share("tau", self.tau)
+        require_share("context", self.context)
+        for name, least in (("shingle", 1), ("permutations", 1), ("candidates", 1), ("min_run", 1), ("tolerance", 0)):
+            require_at_least(name, getattr(self, name), least)
+        require_at_least("window", self.window, 2 * self.shingle)
+        require_at_least("context_tokens", self.context_tokens, self.shingle)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens that a segment must have."""
+        return max(self.window // 2, 2 * self.shingle)
+
+
+def parse_match(text: str) -> Similarity | None:
+    """How prompts are matched: `exact` is None, `similar` or `similar:tau=0.7,...` a `Similarity`; else ValueError."""
+    name, options = parse("match", text)
+    if name == "exact" and not options:
+        return None
+    return make("match", {"similar": Similarity}, name, options)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments [start, stop) of one token sequence, and what they are recognised by.
+
+    Attributes:
+        starts, stops: int64 [n].
+        signatures: uint32 [n, P].
+        contexts: compact signatures of their left contexts, uint8 [n, P], 0 where there is none.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    signatures: np.ndarray
+    contexts: np.ndarray
+
+
+class Segmenter:
+    """Cuts token sequences into segments.
+
+    Args:
+        options: their lengths, and what their signatures are made of.
+        anchors: token sequences that begin a segment wherever they occur.
+    """
+
+    def __init__(self, options: Similarity, anchors: Iterable[Sequence[int]] = ()) -> None:
+        self.options = options
+        self._anchors = [np.array(anchor, np.int32) for anchor in anchors if len(anchor)]
+        self._permutations = Permutations(options.permutations)
+
+    def cut(self, tokens: np.ndarray, scope: bytes) -> Segments:
+        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have nothing in common."""
+        options, shingles = self.options, window_hashes(tokens, self.options.shingle, scope)
+        windows = winnow(shingles, WINNOW)
+        anchored = self._anchored(tokens)
+        starts = np.concatenate((windows, anchored[:-1]))
+        stops = np.concatenate((windows + options.window, np.minimum(anchored[1:], anchored[:-1] + MAX_SEGMENT)))
+        stops = np.minimum(stops, len(tokens))
+        long_enough = stops - starts >= options.shortest
+        starts, stops = np.unique(np.stack((starts, stops))[:, long_enough], axis=1)
+        lost = options.shingle - 1  # the last tokens of a segment begin no shingle of it
+        signatures = self._permutations.signatures(shingles, starts, stops - lost)
+        contexts = np.zeros((len(starts), options.permutations if options.context else 0), np.uint8)
+        if options.context:
+            has = starts > lost
+            first = np.maximum(starts[has] - options.context_tokens, 0)
+            contexts[has] = compact(self._permutations.signatures(shingles, first, starts[has] - lost))
+        return Segments(starts, stops, signatures, contexts)
+
+    def _anchored(self, tokens: np.ndarray) -> np.ndarray:
+        """Where stretches between anchors begin, and where the last one ends, int64; none is too short."""
+        found: list[int] = []
+        for anchor in self._anchors:
+            if len(anchor) <= len(tokens):
+                windows = sliding_window_view(tokens, len(anchor))
+                found += np.flatnonzero((windows == anchor).all(axis=1)).tolist()
+        cuts: list[int] = []
+        for cut in sorted(found):
+            if not cuts or cut - cuts[-1] >= self.options.shortest:
+                cuts.append(cut)
+        return np.array([*cuts, len(tokens)] if cuts else [0], np.int64)

@@ -1,0 +1,235 @@
+"""Near-duplicate matching: text that is known but for edits (cross-query reuse, segment discovery and retrieval).
+
+Segments are windows at content-defined offsets and stretches between anchors. MinHash and LSH only propose that two
+segments resemble each other; an exact alignment of their tokens then decides which runs are identical and may be
+grafted. What was edited is fresh.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rapidfuzz.distance import LCSseq
+
+from kvgraft.segments.index import VirtualBlockIndex
+from kvgraft.segments.keys import as_int32
+from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.minhash import band_keys, bands, compact, similarity
+from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
+from kvgraft.segments.table import EntryTable, Table, occurrence
+
+_MISS_WEIGHT = 0.9  # of a segment that LSH does not propose, against a false proposal, which costs little
+_MAX_BUCKET = 16  # segments of one bucket; further ones are not kept
+
+
+class SegmentTable(Table):
+    """Stored segments, found by the buckets of their bands. They live as long as the entry of their first block."""
+
+    def __init__(self, entries: EntryTable, num_bands: int, permutations: int, with_context: bool) -> None:
+        self.entry = np.empty(0, np.int32)
+        self.source = np.empty(0, np.int64)
+        self.start = np.empty(0, np.int32)  # position of the first token in the source
+        self.length = np.empty(0, np.int32)
+        self.signature = np.empty((0, permutations), np.uint8)
+        self.context = np.empty((0, permutations if with_context else 0), np.uint8)
+        super().__init__(num_bands)
+        self._entries = entries
+
+    def live(self, ids: np.ndarray) -> np.ndarray:
+        entry, start = self.entry[ids], self.start[ids]
+        block_start = start - start % self._entries.tokens.shape[1]
+        same: np.ndarray = self._entries.holds(entry, self.source[ids], block_start)
+        same[same] = self._entries.live(entry[same])
+        return same
+
+
+class SimilarIndex:
+    """Finds what exact matching cannot: runs of known text between edits. For one thread.
+
+    Args:
+        blocks: the index of the blocks that segments lie in.
+        options: what counts as a near-duplicate.
+        anchors: token sequences that begin a segment wherever they occur.
+    """
+
+    def __init__(
+        self, blocks: VirtualBlockIndex, options: Similarity | None = None, anchors: Iterable[Sequence[int]] = ()
+    ) -> None:
+        self.blocks = blocks
+        self.options = options = options or Similarity()
+        self._segmenter = Segmenter(options, anchors)
+        self._bands = bands(options.tau, options.permutations, _MISS_WEIGHT)
+        self._table = SegmentTable(blocks.entries, self._bands[0], options.permutations, options.context > 0)
+
+    def __len__(self) -> int:
+        """Segments held, live and stale."""
+        return len(self._table)
+
+    def nbytes(self) -> int:
+        """Host memory in bytes, spare capacity included; the tokens are those of the block index."""
+        return self._table.nbytes
+
+    def insert(self, tokens: np.ndarray, ids: np.ndarray, scope: bytes) -> int:
+        """Know the segments that end in the last blocks of a source; returns how many were added.
+
+        Args:
+            tokens: the source from its beginning to the end of these blocks, int [n].
+            ids: entries of the blocks, as `VirtualBlockIndex.insert` returned them, int32 [m].
+        """
+        size, table, entries = self.blocks.block_size, self._table, self.blocks.entries
+        begin = len(tokens) - size * len(ids)  # position of the first of these blocks
+        before = entries.walk(int(ids[0]), -1, -(-MAX_SEGMENT // size))[::-1] if len(ids) and ids[0] >= 0 else []
+        ids, origin = np.array([*before, *ids], np.int32), begin - size * len(before)
+        reach = max(origin - max(self.options.context_tokens, WINNOW), 0)
+        root = self.blocks.lookup_scope(scope)
+        found = self._segmenter.cut(as_int32("tokens", tokens[reach:]), root)
+        starts, stops = found.starts + reach, found.stops + reach
+        rows = np.flatnonzero((starts >= origin) & (stops > begin))
+        rows = rows[ids[(starts[rows] - origin) // size] >= 0]
+        entry = ids[(starts[rows] - origin) // size]
+        columns = {
+            "entry": entry,
+            "source": entries.source[entry],
+            "start": starts[rows],
+            "length": stops[rows] - starts[rows],
+            "signature": compact(found.signatures[rows]),
+            "context": found.contexts[rows],
+        }
+        keys = band_keys(found.signatures[rows], *self._bands, root)
+        new = self._is_new(keys, columns)
+        table.add(keys[new], **{name: column[new] for name, column in columns.items()})
+        return int(new.sum())
+
+    def match(
+        self,
+        tokens: np.ndarray,
+        scope: bytes,
+        *,
+        free: np.ndarray | None = None,
+        allow_approximate: bool = False,
+        require_clean_context: bool = False,
+    ) -> list[Match]:
+        """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and near-duplicates."""
+        exact = self.blocks.match(
+            tokens,
+            scope,
+            free=free,
+            allow_approximate=allow_approximate,
+            require_clean_context=require_clean_context,
+        )
+        tokens = as_int32("tokens", tokens)
+        unclaimed = np.ones(len(tokens), bool) if free is None else free.copy()
+        for match in exact:
+            unclaimed[match.start : match.start + match.length] = False
+        found, ceiling = exact, Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
+        for region in self._regions(tokens, unclaimed, scope):
+            found += self._graft(tokens, region, unclaimed, scope, ceiling, require_clean_context)
+        return sorted(found, key=lambda match: match.start)
+
+    def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
+        """Stored segments that resemble segments of a prompt: its tokens, the source and the tokens there."""
+        found, rows, ids = self._candidates(as_int32("tokens", tokens), scope)
+        table = self._table
+        return [
+            (range(found.starts[row], found.stops[row]), int(table.source[i]), range(start, start + table.length[i]))
+            for row, i, start in zip(rows, ids, table.start[ids].tolist(), strict=True)
+        ]
+
+    def _is_new(self, keys: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray:
+        """bool [n]: segments that are not stored already, and none of whose buckets is full; keys uint64 [n, bands]."""
+        rows, ids = self._table.find(keys.ravel())
+        held = np.bincount(rows, minlength=keys.size).reshape(keys.shape)
+        earlier = np.stack([occurrence(band) for band in keys.T], axis=1)
+        new: np.ndarray = (held + earlier < _MAX_BUCKET).all(axis=1)
+        rows //= self._bands[0]
+        same = [getattr(self._table, name)[ids] == columns[name][rows] for name in ("source", "start", "length")]
+        new[rows[np.logical_and.reduce(same)]] = False
+        return new
+
+    def _candidates(self, tokens: np.ndarray, scope: bytes) -> tuple[Segments, np.ndarray, np.ndarray]:
+        """The segments of a prompt, and (segment, stored segment) pairs of these that pass all thresholds, the best few
+        of each: int64 [n], [n]."""
+        options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
+        found = self._segmenter.cut(tokens, root)
+        keys = band_keys(found.signatures, *self._bands, root)
+        rows, ids = table.find(keys.ravel())
+        rows, ids = np.unique(np.stack((rows // self._bands[0], ids.astype(np.int64))), axis=1)
+        likeness = similarity(table.signature[ids], compact(found.signatures)[rows])
+        lengths = found.stops[rows] - found.starts[rows]
+        passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance)
+        if options.context:
+            passed &= similarity(table.context[ids], found.contexts[rows]) >= options.context
+        rows, ids, likeness = rows[passed], ids[passed], likeness[passed]
+        order = np.lexsort((ids, -likeness, rows))
+        rows, ids = rows[order], ids[order]
+        best = occurrence(rows) < options.candidates
+        return found, rows[best], ids[best]
+
+    def _regions(self, tokens: np.ndarray, unclaimed: np.ndarray, scope: bytes) -> list["_Region"]:
+        """Neighbouring proposals of one source and about one shift as one region, longest first."""
+        found, rows, ids = self._candidates(tokens, scope)
+        open_ = np.concatenate(([0], np.cumsum(unclaimed)))
+        useful = open_[found.stops[rows]] - open_[found.starts[rows]] >= self.options.min_run
+        rows, ids = rows[useful], ids[useful]
+        table = self._table
+        pairs = np.stack((table.source[ids], found.starts[rows], found.stops[rows], table.start[ids], table.entry[ids]))
+        regions: list[_Region] = []
+        last: dict[tuple[int, int], _Region] = {}  # by source and rough shift
+        for source, start, stop, source_start, entry in pairs[:, np.lexsort((pairs[3], pairs[1]))].T.tolist():
+            shift, coarse = source_start - start, 2 * self.options.tolerance + 1
+            near = [last.get((source, shift // coarse + step)) for step in (0, -1, 1)]
+            joined = next((r for r in near if r is not None and start <= r.stop + self.options.window), None)
+            if joined is None:
+                joined = _Region(start, stop, source_start, entry)
+                regions.append(joined)
+            joined.stop = max(joined.stop, stop)
+            last[source, shift // coarse] = joined
+        return sorted(regions, key=lambda region: (region.start - region.stop, region.start))
+
+    def _graft(
+        self,
+        tokens: np.ndarray,
+        region: "_Region",
+        unclaimed: np.ndarray,
+        scope: bytes,
+        ceiling: Lineage,
+        from_start: bool,
+    ) -> list[Match]:
+        """Align a region, and a window more on either side, with its source; claims and returns the identical runs."""
+        options, size, entries = self.options, self.blocks.block_size, self.blocks.entries
+        first, stop = max(region.start - options.window, 0), min(region.stop + options.window, len(tokens))
+        if unclaimed[first:stop].sum() < options.min_run:
+            return []
+        margin = options.window + options.tolerance
+        after = -(-(region.stop - region.start + margin + size) // size)
+        ids = self.blocks.around(region.entry, -(-margin // size), after, scope, ceiling)
+        if not len(ids):
+            return []
+        origin = int(entries.source_start[ids[0]])
+        blocks = LCSseq.editops(tokens[first:stop].tolist(), entries.tokens[ids].ravel().tolist()).as_matching_blocks()
+        found = []
+        for here, there, length in ((first + block.a, block.b, block.size) for block in blocks):
+            for start, end in _stretches(unclaimed[here : here + length]):
+                source_start = there + start  # from origin on
+                if end - start < options.min_run or (from_start and origin + source_start):
+                    continue
+                covering = ids[source_start // size : -(-(there + end) // size)]
+                found.append(self.blocks.as_match(here + start, end - start, origin + source_start, covering))
+                unclaimed[here + start : here + end] = False
+        return found
+
+
+@dataclass
+class _Region:
+    """Tokens [start, stop) of a prompt that resemble a source from source_start on, in the block of `entry`."""
+
+    start: int
+    stop: int
+    source_start: int
+    entry: int
+
+
+def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) of the stretches where a bool vector is set."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
