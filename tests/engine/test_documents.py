@@ -111,7 +111,7 @@ def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(
 def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], torch.Tensor]:
     """The answer where every document has read itself alone, and all else everything: masked attention, no cache."""
     decoder, config = engine.decoder, engine.config
-    tokenised = engine._tokenise(Request(prompt))
+    tokenised = engine._reader.read(Request(prompt))
     tokens = tokenised.token_ids.tolist()
     visible = torch.ones(len(tokens) + steps, len(tokens) + steps, dtype=torch.bool).tril()
     for start, stop in tokenised.segments:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, RedKnot, SparseX, Transitive
+from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, RedKnot, Similar, SparseX, Transitive
 from models import FAMILIES, VOCAB_SIZE, make_head_map
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
@@ -25,6 +25,9 @@ EVERYTHING = [
     Prophet(share=1.0),
     *(Transitive(probe=probe, topk=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
     *(RedKnot(dense_until=layers, mass=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
+    Similar(layers=0),
+    Similar(layers=1, halo=10_000),
+    Similar(layers=2, halo=3, probe=2, max_kl=0.0),
 ]
 APPROXIMATE = [
     Naive(),
@@ -37,6 +40,9 @@ APPROXIMATE = [
     Transitive(),
     RedKnot(recent=8, min_keep=4),
     RedKnot(dense_until=0, mass=0.2, recent=0, min_keep=0, edge_mass=0.01, reuse="off"),
+    SparseX(boundary=1, shallow="fresh"),
+    Similar(layers=1, halo=2, probe=0),
+    Similar(layers=2, halo=4, max_kl=0.05),
 ]
 
 
@@ -48,6 +54,7 @@ def engines(model_dirs: dict[str, Path]) -> dict[tuple[str, int], Engine]:
             dtype="float32",
             block_size=size,
             head_map=make_head_map(model_dirs[family]),
+            exits=(0, 1, 2),
             poison_dropped_pages=True,
         )
         for family in FAMILIES
@@ -81,6 +88,11 @@ def truth(engine: Engine, prompt: list[int]) -> torch.Tensor:
 def difference(a: Result | torch.Tensor, b: torch.Tensor) -> float:
     logits = a.first_logits if isinstance(a, Result) else a
     return float((logits - b).abs().max())  # type: ignore[operator]
+
+
+def reads_deep_values(policy: Policy) -> bool:
+    """Whether it trusts grafted values in upper layers."""
+    return getattr(policy, "reuse", "on") == "on" and not isinstance(policy, Similar)
 
 
 def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine], model_dirs: dict[str, Path]):
@@ -183,7 +195,7 @@ def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
     assert everything < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", [policy for policy in APPROXIMATE if getattr(policy, "reuse", "on") == "on"])
+@pytest.mark.parametrize("policy", [policy for policy in APPROXIMATE if reads_deep_values(policy)])
 def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     """Poison: what is changed in the source pages changes the answer; the same change elsewhere does not."""
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)

@@ -36,7 +36,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         (
             "magic",
             "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, redknot, samkv, "
-            "sparsex, transitive",
+            "similar, sparsex, transitive",
         ),
         ("", "unknown policy ''"),
         ("sparsex:budget=1", "no option 'budget': it has rows, reduction, unit, boundary, topk, overflow_blocks"),

@@ -1,6 +1,7 @@
 """An engine with our connector in a process of its own: one job as JSON on stdin, its answers as the last line.
 
-    {"read": [token ids], "prompts": [token ids], "options": [kvgraft options], "engine": {arguments of vllm.LLM}}
+    {"read": [token ids], "prompts": [token ids], "options": [kvgraft options], "engine": {arguments of vllm.LLM},
+     "settings": {settings of the connector}}
 
 Every prompt is asked once with each of the options, of which `reuse: off` has to be the last, as it leaves exact hits;
 the answers are a list of lists of {tokens, cached, report}.
@@ -25,7 +26,7 @@ def main() -> None:
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer_config(),
+        kv_transfer_config=transfer_config(**job.get("settings", {})),
     )
 
     def ask(tokens: list[int], options: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from kvgraft.vllm.options import (
     served_policy,
 )
 
-DEFAULT = SparseX(boundary=3, topk=0.2)
+POLICY = SparseX(boundary=3, topk=0.2)
+DEFAULT = RequestOptions(POLICY)
 SHARES = st.floats(0, 1) | st.integers(0, 1)
 COUNTS = st.integers(0, 1000)
 
@@ -32,8 +33,8 @@ COUNTS = st.integers(0, 1000)
 @pytest.mark.parametrize(
     ("said", "policy"),
     [
-        ({}, DEFAULT),
-        ({"policy": "sparsex"}, DEFAULT),
+        ({}, POLICY),
+        ({"policy": "sparsex"}, POLICY),
         ({"policy": "naive"}, Naive()),
         ({"policy": "full"}, Full()),
         ({"policy": "sparsex:boundary=1,topk=0.5"}, SparseX(boundary=1, topk=0.5)),
@@ -51,12 +52,17 @@ def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, A
 @given(st.fixed_dictionaries({}, optional={"topk": SHARES, "boundary": COUNTS | st.floats(0, 1)}))
 def test_each_option_changes_itself_only(said: dict[str, Any]):
     parsed = RequestOptions.parse(said, DEFAULT).policy
-    assert asdict(parsed) == asdict(DEFAULT) | said
+    assert asdict(parsed) == asdict(POLICY) | said
 
 
 @pytest.mark.parametrize(("said", "reuse"), [({}, True), ({"reuse": "auto"}, True), ({"reuse": "off"}, False)])
 def test_reuse_is_on_unless_it_is_off(said: dict[str, Any], reuse: bool):
     assert RequestOptions.parse(said, DEFAULT).reuse is reuse
+
+
+@pytest.mark.parametrize(("said", "similar"), [({}, True), ({"match": "exact"}, False), ({"match": "similar"}, True)])
+def test_near_duplicates_are_matched_unless_the_request_says_otherwise(said: dict[str, Any], similar: bool):
+    assert RequestOptions.parse(said, RequestOptions(POLICY, match_similar=True)).match_similar is similar
 
 
 def test_the_namespace_is_taken_as_it_is():
@@ -71,6 +77,9 @@ def test_the_namespace_is_taken_as_it_is():
         ({"reuse": True}, "reuse must be 'auto' or 'off', got True"),
         ({"reuse": None}, "reuse must be 'auto' or 'off', got None"),
         ({"reuse": ["auto"]}, "reuse must be 'auto' or 'off'"),
+        ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
+        ({"match": ["similar"]}, "match must be 'exact' or 'similar', got ['similar']"),
+        ({"match": "similar"}, "this server knows identical text, start it with --kvgraft-match=similar"),
         ({"policy": 3}, "policy must be a string, got 3"),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": ""}, "unknown policy '': choose from cacheblend, condense"),
@@ -87,8 +96,8 @@ def test_the_namespace_is_taken_as_it_is():
         ({"boundary": None}, "boundary must be an integer of at least 0, got None"),
         ({"overflow_blocks": 0.5}, "overflow_blocks must be an integer of at least 0, got 0.5"),
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
-        ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, namespace"),
-        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, namespace, rows"),
+        ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, match, namespace"),
+        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, match, namespace, rows"),
         ({"control": {"op": "list"}}, "no field 'control': allowed are"),
         ({"name": "sparsex"}, "no field 'name': allowed are"),
         ({7: 1}, "no field 7: allowed are"),
@@ -119,7 +128,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-NAMES = st.sampled_from(["policy", "reuse", "namespace", *(f.name for f in fields(SparseX))])
+NAMES = st.sampled_from(["policy", "reuse", "match", "namespace", *(f.name for f in fields(SparseX))])
 
 
 @given(st.dictionaries(NAMES | st.text(), JSON))
@@ -128,7 +137,7 @@ def test_any_json_is_either_understood_or_refused(said: dict[str, Any]):
         parsed = RequestOptions.parse(said, DEFAULT)
     except ValueError:
         return
-    assert said.keys() <= {"policy", "reuse", "namespace"} | {f.name for f in fields(parsed.policy)}
+    assert said.keys() <= {"policy", "reuse", "match", "namespace"} | {f.name for f in fields(parsed.policy)}
     assert parsed.namespace == said.get("namespace", "")
 
 
@@ -210,6 +219,8 @@ def test_a_report_travels_as_plain_json():
 def test_policies_that_keep_documents_in_part_keep_a_known_number():
     assert str(served_policy("samkv:ratio=0.2")).endswith("top_p=off")
     assert served_policy("condense") == Condense()
-    assert RequestOptions.parse({"policy": "samkv", "ratio": 0.2}, Naive()).policy == SamKV(ratio=0.2, top_p="off")
+    assert RequestOptions.parse({"policy": "samkv", "ratio": 0.2}, RequestOptions(Naive())).policy == SamKV(
+        ratio=0.2, top_p="off"
+    )
     with pytest.raises(ValueError, match=r"vLLM must know beforehand how much is kept, as by samkv:.*top_p=off"):
-        RequestOptions.parse({"policy": "samkv", "top_p": "on"}, Naive())
+        RequestOptions.parse({"policy": "samkv", "top_p": "on"}, RequestOptions(Naive()))

@@ -27,6 +27,7 @@ def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Ite
     for layer, heads in enumerate(cache.layout.layers):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
         cache.write(layer, layout.query_slots, keys, values)
+        cache.write_residual(layer, layout.query_slots, hidden)
         sparse = [step for step in steps if layer not in step.indexer.program.flow.layers_skip]
         dense = _others(len(sequences), [step.rows for step in sparse])
         attended = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -13,24 +13,24 @@ from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
+from kvgraft.engine.pools import make_pool
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
+from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
-from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
-from kvgraft.kv.cache import KVCache
+from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap, StreamLayout
-from kvgraft.kv.pages import PagePool
-from kvgraft.methods import require_amount
+from kvgraft.methods import count_layers, require_amount
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
+from kvgraft.segments.segmentation import ANCHORS, Similarity, parse_match
 
 
 class Engine:
@@ -52,6 +52,10 @@ class Engine:
             `heads.json` of the model directory, if there is one (`kvgraft profile-heads` makes it).
         head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers then are those of the
             sparser model that the map describes.
+        match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
+            `policy` wants.
+        exits: layers, numbers or shares of all, of which the residual stream that enters them is kept beside keys and
+            values, for requests whose policies need it; those that `policy` needs are kept in any case.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
@@ -83,6 +87,8 @@ class Engine:
         max_prefill_tokens: int = 8192,
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
+        match: str | Similarity | None = None,
+        exits: Items[int | float] = (),
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         anchors: Items[str] = (),
@@ -102,16 +108,12 @@ class Engine:
         self.policy = _as_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
-        self.anchors = tuple(anchors)
-        self._padding: dict[str, int] = {}
-        if pad_segments:
-            if self.tokenizer.pad_token_id is None:
-                raise ValueError("pad_segments needs a tokenizer with a pad token, and this one has none")
-            self._padding = {"block_size": block_size, "pad_id": self.tokenizer.pad_token_id}
         config = self.config = self.decoder.config
         self.max_length = max_length or config.max_position
         if not 1 < self.max_length <= config.max_position:
             raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
+        padding = block_size if pad_segments else None
+        self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout = StreamLayout.dense(config.num_layers, config.num_kv_heads)
         self._model = f"{config.identity}/{self.decoder.dtype}"
@@ -120,18 +122,29 @@ class Engine:
                 raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
             layout = StreamLayout.by_class(self.head_map)
             self._model += f"/{self.head_map.digest}"
-        shape, latent = (block_size, config.head_dim, self.decoder.dtype), config.latent is not None
-        if num_pages is None:
-            fitting = int(kv_gib * 2**30) // KVCache.bytes_per_page(layout, *shape, latent)
-            num_pages = min(fitting, 8 * layout.num_lists * -(-self.max_length // block_size))
-        pool = PagePool(num_pages, block_size)
-        cache = KVCache(layout, num_pages, *shape, self.decoder.device, latent)
-        if poison_dropped_pages:
-            cache.poison(range(num_pages))
-            pool.on_drop = cache.poison
+        pool, cache = make_pool(
+            config,
+            layout,
+            self.decoder.dtype,
+            self.decoder.device,
+            block_size=block_size,
+            kv_gib=kv_gib,
+            num_pages=num_pages,
+            max_length=self.max_length,
+            exits={count_layers(e, config.num_layers) for e in exits} | {*self.policy.exits(config.num_layers)},
+            poison=poison_dropped_pages,
+        )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        known = Known(pool, layout, approximate_sources, require_clean_context)
+        similarity = match if isinstance(match, Similarity) else parse_match(match or self.policy.match)
+        known = Known(
+            pool,
+            layout,
+            approximate_sources,
+            require_clean_context,
+            similarity,
+            anchor_ids(self.tokenizer, anchors or ANCHORS),
+        )
         self.memory = Memory(pool, cache, self.frozen, known, chunk)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
@@ -240,27 +253,8 @@ class Engine:
         Raises:
             ValueError: it can never be served; the message says why.
         """
-        ids: list[int] = self._tokenise(request).token_ids.tolist()
+        ids: list[int] = self._reader.read(request).token_ids.tolist()
         return ids
-
-    def _tokenise(self, request: Request) -> TokenisedPrompt:
-        prompt = request.prompt
-        if self.anchors and isinstance(prompt, str):
-            prompt = split_at_anchors(prompt, self.anchors)
-        prefix = opening_ids(self.tokenizer, prompt)
-        tokenised = tokenise(prompt, self.encode, prefix_ids=prefix, **self._padding)
-        tokens = tokenised.token_ids
-        if not isinstance(request.namespace, str):
-            raise ValueError(f"namespace must be a string, got {request.namespace!r}")
-        least, most = tokens.min(), tokens.max()
-        if least < 0 or most >= self.config.vocab_size:
-            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}, got {least}..{most}")
-        if len(tokens) + request.sampling.max_tokens > self.max_length:
-            raise ValueError(
-                f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
-                f"the limit of {self.max_length}"
-            )
-        return tokenised
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -288,9 +282,11 @@ class Engine:
         request = given if isinstance(given, Request) else Request(given)
         try:
             policy = self.policy if request.policy is None else _as_policy(request.policy)
-            tokenised = self._tokenise(request)
+            tokenised = self._reader.read(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
+            self.memory.cache.require_residuals(policy.exits(self.config.num_layers))
+            similar = self.memory.known.matches_similar(request.match)
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1
             if not 0 <= request.decoded_tail <= most:
@@ -302,6 +298,7 @@ class Engine:
         start = len(tokens) - request.decoded_tail
         sampler, tail = Sampler(request.sampling), deque(tokens[start:])
         sequence = Sequence(index, request, policy, tokens[:start], scope, sampler, text, flow, forced=tail)
+        sequence.matches_similar = similar
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
         if isinstance(policy, KeepsDocuments):
@@ -310,7 +307,7 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._reader.encode(text)
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)

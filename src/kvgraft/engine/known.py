@@ -1,6 +1,7 @@
 """What has been read and can be found again: exact prefix blocks, virtual blocks, and what local heads still hold."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.similar import SimilarIndex
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,34 @@ class Known:
     Args:
         approximate_sources: let content computed after grafts be grafted again (off: exact content only).
         require_clean_context: graft only text that stood at the beginning of what it was read in.
+        similarity: what counts as a near-duplicate; None knows identical text only.
+        anchors: token sequences that begin a segment, for near-duplicates.
     """
 
     def __init__(
-        self, pool: PagePool, layout: StreamLayout, approximate_sources: bool, require_clean_context: bool
+        self,
+        pool: PagePool,
+        layout: StreamLayout,
+        approximate_sources: bool,
+        require_clean_context: bool,
+        similarity: Similarity | None = None,
+        anchors: Iterable[Items[int]] = (),
     ) -> None:
         self.pool = pool
         self.layout = layout
         self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
+        self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
         self.local_pages = LocalPages(pool, layout.num_local_lists)
         self.approximate_sources = approximate_sources
         self.require_clean_context = require_clean_context
+
+    def matches_similar(self, match: str | None) -> bool:
+        """Whether a request that asks for this matching, or for none, gets near-duplicates; ValueError if it cannot."""
+        if match not in (None, "exact", "similar"):
+            raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
+        if match == "similar" and self.similar is None:
+            raise ValueError("match 'similar': this engine knows identical text only, make it with match='similar'")
+        return self.similar is not None and match != "exact"
 
     def find(self, sequence: Sequence, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
@@ -135,7 +155,8 @@ class Known:
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
-        matches = self.index.match(
+        index = self.similar if self.similar is not None and sequence.matches_similar else self.index
+        matches = index.match(
             sequence.prompt,
             sequence.scope,
             free=free,
@@ -177,4 +198,6 @@ class Known:
             lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
             after=sequence.last_entry,
         )
+        if self.similar is not None:
+            self.similar.insert(tokens[: blocks.stop * size], entries, sequence.scope)
         sequence.last_entry = int(entries[-1])

@@ -65,6 +65,7 @@ class NativePrefill(PagedPrefill):
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
         self.head_paging = cache.layout.num_local_lists > 0
+        self.exits = tuple(cache.residuals)
         self._decoder = decoder
         self._cache = cache
         self._token_ids = token_ids
@@ -89,6 +90,18 @@ class NativePrefill(PagedPrefill):
                 streams = self._cache.layout.streams(page_list, layers)
                 of_tokens = (part[has] for part in (source, target, cos, sin))
                 align_copy(keys, values[0] if values else None, streams, *of_tokens)
+            for residual in self._cache.residuals.values():
+                residual[targets[0]] = residual[self._sources[0].to(targets.device)]
+
+    def residual(self, index: int, where: Tensor) -> Hidden:
+        if index not in self._cache.residuals:
+            raise ValueError(f"no residual stream is kept at layer {index}: kept are {list(self.exits)}")
+        if bool((where & ~self.plan.grafted).any()):
+            raise ValueError("only grafted tokens have a residual stream from before")
+        return Hidden(self._cache.residuals[index][self._slots_of(where)[0]], where)
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        return self._decoder.logits(hidden.states)
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         with self._timed(self._stage(hidden)):
@@ -141,6 +154,7 @@ class NativePrefill(PagedPrefill):
         rows = self._rows
         if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
             self._projected = (index, hidden, self._decoder.project(index, hidden.states, rows.cos, rows.sin))
+            self._cache.write_residual(index, rows.layout.query_slots, hidden.states)
             self.attention_flops += rows.counts * self._decoder.config.project_flops
         query, keys, values = self._projected[2]
         if any(reused):

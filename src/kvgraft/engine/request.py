@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Request:
         return_logits: keep the float32 logits of the first token in the result.
         flow: how decode steps attend: `quest`, `quest:k=64`, `my.py`, or a `Flow`; `dense` to all; None is the
             engine's own.
+        match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
         decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
             under the flow.
     """
@@ -41,6 +43,7 @@ class Request:
     remember: bool = True
     return_logits: bool = False
     flow: str | Flow | None = None
+    match: Literal["exact", "similar"] | None = None
     decoded_tail: int = 0
 
 

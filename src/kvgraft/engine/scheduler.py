@@ -197,6 +197,9 @@ class Scheduler:
             report.ffn_flops += int(ctx.ffn_flops[i])
             report.flops += int(ctx.attention_flops[i] + ctx.ffn_flops[i])
             report.counts.update(ctx.counts)
+            if num_rejected := int(ctx.rejected[prompt].sum()):
+                report.counts["rejected_tokens"] = num_rejected
+                self.memory.fallbacks["probe"] += 1
             for stage, seconds in ctx.stages.items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
         return ctx, hidden

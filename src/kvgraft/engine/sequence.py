@@ -33,6 +33,7 @@ class Sequence:
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
         flow: how its decode steps attend; None is dense.
         shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
+        matches_similar: whether near-duplicates of its prompt are grafted, too.
         forced: the end of the prompt, which is decoded token by token.
         documents: stretches of the prompt of which a part is kept, if its policy does that.
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
@@ -53,6 +54,7 @@ class Sequence:
     text: IncrementalText
     flow: Flow | None = None
     shares_prefix: bool = True
+    matches_similar: bool = False
     forced: deque[int] = field(default_factory=deque)
     documents: tuple[range, ...] = ()
     num_dropped: int = 0

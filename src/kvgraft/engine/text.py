@@ -1,6 +1,6 @@
 """From token ids to text: the model's tokenizer, and decoding one token at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def opening_ids(tokenizer: Any, prompt: str | Sequence[Part] | Sequence[int]) ->
         return []
     bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     return whole[: -len(bare)] if bare and whole[-len(bare) :] == bare else []
+
+
+def anchor_ids(tokenizer: Any, anchors: Iterable[str]) -> list[list[int]]:
+    """The tokens of anchors as they stand in a text, of those that the vocabulary has words for."""
+    found = (tokenizer.encode(anchor, add_special_tokens=False) for anchor in anchors)
+    return [ids for ids in found if ids and tokenizer.unk_token_id not in ids]
 
 
 class IncrementalText:

@@ -58,6 +58,10 @@ class Recorded(Policy):
         """As the policy does."""
         return self.policy.uses_grafts
 
+    def exits(self, num_layers: int) -> tuple[int, ...]:
+        """As the policy does."""
+        return self.policy.exits(num_layers)
+
     def recover(self, ctx: PrefillContext) -> Hidden:
         """As the policy does."""
         return self._watch(self.policy.recover, ctx)
@@ -85,7 +89,7 @@ class _Recording(PrefillContext):
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
         self.plan, self.block_size = inner.plan, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
-        self.head_map, self.counts = inner.head_map, inner.counts
+        self.head_map, self.counts, self.exits = inner.head_map, inner.counts, inner.exits
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:
@@ -127,3 +131,12 @@ class _Recording(PrefillContext):
         scores = self._inner.scores(index, queries, reduction)
         self._record.scores[index] = scores
         return scores
+
+    def residual(self, index: int, where: Tensor) -> Hidden:
+        return self._inner.residual(index, where)
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        return self._inner.logits(hidden)
+
+    def reject(self, where: Tensor) -> None:
+        self._inner.reject(where)

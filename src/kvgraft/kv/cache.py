@@ -1,6 +1,6 @@
 """The tensors of the paged KV pool (native host)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class KVCache:
 
     Args:
         latent: what is kept of a token serves as its key and as its value (MLA): both are the same tensor.
+        exits: layers of which the residual stream that enters them is kept, too, of `hidden_size` numbers a token; it
+            lies in the pages of the first list.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         latent: bool = False,
+        exits: Sequence[int] = (),
+        hidden_size: int = 0,
     ) -> None:
         shape = (layout.width, num_pages * block_size, head_dim)
         self.layout = layout
@@ -40,18 +44,20 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = self.keys if latent else torch.empty_like(self.keys)
         self.pools = (self.keys,) if latent else (self.keys, self.values)
+        self.residuals = {layer: self.keys.new_empty(shape[1], hidden_size) for layer in sorted(exits)}
 
     @staticmethod
     def bytes_per_page(
-        layout: StreamLayout, block_size: int, head_dim: int, dtype: torch.dtype, latent: bool = False
+        layout: StreamLayout, block_size: int, head_dim: int, dtype: torch.dtype, latent: bool = False, beside: int = 0
     ) -> int:
-        """Bytes of one page, keys and values together."""
-        return (1 if latent else 2) * layout.width * block_size * head_dim * dtype.itemsize
+        """Bytes of one page: keys and values together, and `beside` numbers a token."""
+        return ((1 if latent else 2) * layout.width * head_dim + beside) * block_size * dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of this cache."""
-        return sum(pool.nbytes for pool in self.pools) * self.block_size // self.keys.shape[1]
+        tensors = (*self.pools, *self.residuals.values())
+        return sum(tensor.nbytes for tensor in tensors) * self.block_size // self.keys.shape[1]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
@@ -69,6 +75,17 @@ class KVCache:
                 part[:, own.heads] = pool[own.streams, slots[own.page_list]].transpose(0, 1)
         return found[0], found[-1]
 
+    def require_residuals(self, layers: Iterable[int]) -> None:
+        """Raise ValueError unless the residual stream that enters these layers is kept."""
+        if missing := sorted(set(layers) - self.residuals.keys()):
+            kept = ", ".join(map(str, self.residuals)) or "none"
+            raise ValueError(f"the residual stream that enters layer {missing[0]} is not kept (exits: {kept})")
+
+    def write_residual(self, layer: int, slots: Tensor, states: Tensor) -> None:
+        """Keep the states [n, D] that enter a layer, if it is one of the exits, at slots int64 [lists, n]."""
+        if layer in self.residuals:
+            self.residuals[layer][slots[0]] = states
+
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages."""
         old, new = (slots_of(pages, self.block_size).to(self.keys.device) for pages in (source, target))
@@ -80,3 +97,5 @@ class KVCache:
         slots = slots_of(pages, self.block_size).to(self.keys.device)
         for pool in self.pools:
             pool[:, slots] = float("nan")
+        for residual in self.residuals.values():
+            residual[slots] = float("nan")

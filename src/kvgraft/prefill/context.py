@@ -36,6 +36,16 @@ class Hidden:
         """The same tokens, one layer further."""
         return replace(self, states=states)
 
+    def joined(self, other: "Hidden") -> "Hidden":
+        """These tokens and others at the same layer; ValueError if some are in both."""
+        if bool((self.where & other.where).any()):
+            raise ValueError("some tokens are in both: which of their states counts?")
+        where = self.where | other.where
+        mine = self.where[where].to(self.states.device)
+        states = self.states.new_empty(mine.numel(), *self.states.shape[1:])
+        states[mine], states[~mine] = self.states, other.states
+        return Hidden(states, where)
+
 
 class PrefillContext(ABC):
     """One prefill pass over the prompts of `plan`.
@@ -46,6 +56,7 @@ class PrefillContext(ABC):
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
         head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
+        exits: layers of which the host keeps the residual stream that enters them.
         counts: what a policy wants counted, by name; the host reports it.
     """
 
@@ -55,6 +66,7 @@ class PrefillContext(ABC):
     block_size: int
     head_map: HeadMap | None = None
     head_paging: bool = False
+    exits: tuple[int, ...] = ()
     counts: Counter[str]
 
     @abstractmethod
@@ -105,6 +117,19 @@ class PrefillContext(ABC):
         `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2), or the greatest of them. Uses the
         queries of the last `layer` or `project` call, which must have been at this layer and have included them."""
 
+    def residual(self, index: int, where: Tensor) -> Hidden:
+        """What entered the layer `index`, one of `exits`, when the grafted tokens in `where` bool [T] were computed at
+        their source (cross-query reuse). Needs a graft first. Not every host has it."""
+        raise NotImplementedError("this host keeps no residual stream")
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        """Logits after each of these tokens, which have left the last layer: float32 [n, V]. Not every host has it."""
+        raise NotImplementedError("this host gives policies no logits")
+
+    def reject(self, where: Tensor) -> None:
+        """Count that the grafted tokens in `where` bool [T] were not to be trusted, and have been computed."""
+        raise NotImplementedError("this host does not count what policies reject")
+
     def run(self, layers: Iterable[int], hidden: Hidden) -> Hidden:
         """These layers, one after the other."""
         for index in layers:
@@ -120,12 +145,17 @@ class Policy(ABC):
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
     grafts_local_heads: ClassVar[bool] = True  # False: it computes what local heads have lost of a grafted token
     needs_head_map: ClassVar[bool] = False  # True: it works head by head, which only some hosts can
+    match: ClassVar[str] = "exact"  # or "similar": how prompts are matched, unless the user says otherwise
 
     def __str__(self) -> str:
         """`name:option=value,...`, which `parse_policy` reads."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         options = ",".join(f"{name}={value}" for name, value in given if value is not None)
         return f"{self.name}:{options}" if options else self.name
+
+    def exits(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of which it needs the residual stream that enters them."""
+        return ()
 
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:

@@ -24,6 +24,7 @@ class PagedPrefill(PrefillContext):
     Attributes:
         stages: seconds spent in align, dense, select and sparse work.
         computed: int64, per prompt the number of (token, layer) pairs computed.
+        rejected: bool [T], grafted tokens that the policy would not trust.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
@@ -33,6 +34,7 @@ class PagedPrefill(PrefillContext):
         times = StageTimes(slots[0].device)
         self.stages, self._timed = times.seconds, times.timed
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
         self._scale = scale
         self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
@@ -73,6 +75,9 @@ class PagedPrefill(PrefillContext):
                     query[mine][chosen[mine]], keys, positions, self._scale, reduction
                 ).cpu()
             return scores
+
+    def reject(self, where: Tensor) -> None:
+        self.rejected |= where
 
     def last_hidden(self, hidden: Hidden) -> Tensor:
         """States of the last token of every prompt: [num_prompts, ...].

@@ -194,15 +194,20 @@ class Plan:
 
     def heads(self, tokens: int) -> Tensor:
         """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one)."""
-        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
-        if not self.graft_targets.numel():
-            return chosen
-        starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
-        starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
-        segment = starts.cumsum(0) - 1
-        place = torch.arange(starts.numel()) - starts.nonzero()[:, 0][segment]
-        chosen[self.graft_targets[place < tokens]] = True
-        return chosen
+        before, _ = self._places
+        return self._at(self.graft_targets[before < tokens])
+
+    def edges(self, tokens: int) -> Tensor:
+        """bool [T]: the first and the last `tokens` grafted tokens of every segment."""
+        before, after = self._places
+        return self._at(self.graft_targets[torch.minimum(before, after) < tokens])
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1 of others."""
+        numbers = torch.full((self.num_tokens,), -1)
+        numbers[self.graft_targets] = self._segment_starts.cumsum(0) - 1
+        return numbers
 
     def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
         """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T]."""
@@ -212,6 +217,26 @@ class Plan:
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
         """bool [T]: in each prompt the `count` best-scored of the tokens in `among` bool [T], or all of them."""
         return self._top(scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among)
+
+    @cached_property
+    def _segment_starts(self) -> Tensor:
+        """bool [g]: grafted tokens that begin a segment."""
+        starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
+        starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
+        return starts
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """How many tokens of its segment stand before and behind each grafted token, int64 [g] each."""
+        segment = self._segment_starts.cumsum(0) - 1
+        first, counts = self._segment_starts.nonzero()[:, 0], segment.bincount()
+        before = torch.arange(segment.numel()) - first[segment]
+        return before, counts[segment] - 1 - before
+
+    def _at(self, positions: Tensor) -> Tensor:
+        chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
+        chosen[positions] = True
+        return chosen
 
     def _top(self, scores: Tensor, counts: Sequence[int], among: Tensor) -> Tensor:
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)

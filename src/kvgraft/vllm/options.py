@@ -17,7 +17,7 @@ from kvgraft.prefill.report import PrefillReport
 KEY = "kvgraft"  # in kv_transfer_params
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that front door and engine share
 MAX_NAME = 128  # characters of a namespace or a segment name
-_OWN_FIELDS = ("policy", "reuse", "namespace")
+_OWN_FIELDS = ("policy", "reuse", "match", "namespace")
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,18 @@ class RequestOptions:
         policy: the method with its options.
         reuse: False computes everything that is no exact prefix hit.
         namespace: narrows the caller's own namespace; the front door folds it into `cache_salt`.
+        match_similar: whether near-duplicates are grafted, too.
     """
 
     policy: Policy
     reuse: bool = True
     namespace: str = ""
+    match_similar: bool = False
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], default: Policy) -> "RequestOptions":
-        """From `{"policy": name, "reuse": "auto" | "off", "namespace": text, <policy option>: value}`, all optional.
+    def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
+        """From `{"policy": name, "reuse": "auto" | "off", "match": "exact" | "similar", "namespace": text, <policy
+        option>: value}`, all optional.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
 
@@ -49,7 +52,8 @@ class RequestOptions:
         if reuse not in ("auto", "off"):
             raise ValueError(f"reuse must be 'auto' or 'off', got {reuse!r}")
         check_name("namespace", namespace, may_be_empty=True)
-        base = default if name in (None, default.name) else served_policy(str(name))
+        similar = _matches_similar(given.get("match"), default.match_similar)
+        base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
         options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
         known = [f.name for f in fields(base)]
         for option in options:
@@ -58,7 +62,7 @@ class RequestOptions:
         policy = make_policy(base.name, {**asdict(base), **options}) if options else base
         if isinstance(policy, KeepsDocuments) and policy != policy.announced:
             raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {policy.announced}")
-        return cls(policy, reuse == "auto", namespace)
+        return cls(policy, reuse == "auto", namespace, similar)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,15 @@ def served_policy(text: str) -> Policy:
             f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
         )
     return policy
+
+
+def _matches_similar(match: Any, served: bool) -> bool:
+    """Whether a request that asks for this matching, or for none, gets near-duplicates; ValueError if it cannot."""
+    if match not in (None, "exact", "similar"):
+        raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
+    if match == "similar" and not served:
+        raise ValueError("match 'similar': this server knows identical text, start it with --kvgraft-match=similar")
+    return served and match != "exact"
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:

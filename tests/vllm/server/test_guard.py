@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.vllm.options import Report
+from kvgraft.vllm.options import Report, RequestOptions
 from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, EngineGuard
 from kvgraft.vllm.server.ledger import Ledger
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
@@ -64,7 +64,7 @@ def salts() -> Salts:
 @pytest.fixture
 def engine(salts: Salts) -> Engine:
     engine = Engine()
-    EngineGuard(engine, salts, Ledger((ALICE,)), parse_policy("sparsex"))
+    EngineGuard(engine, salts, Ledger((ALICE,)), RequestOptions(parse_policy("sparsex")))
     return engine
 
 

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 
 from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.server.guard import CURRENT, parse_params
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.middleware import MAX_BODY, FrontDoorMiddleware
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
-DEFAULT = parse_policy("sparsex")
+DEFAULT = RequestOptions(parse_policy("sparsex"))
 REPORT = {"policy": "naive", "grafted_tokens": 3}
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
 Application = Callable[..., Coroutine[Any, Any, None]]
@@ -121,7 +122,7 @@ BAD_PARAMS = [
     ({"do_remote_prefill": True}, "no field 'do_remote_prefill' here: allowed is kvgraft"),
     ({"kvgraft": {}, "remote_block_ids": [1]}, "no field 'remote_block_ids'"),
     ({"kvgraft": None}, "must be an object, got NoneType"),
-    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, namespace, rows"),
+    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, match, namespace, rows"),
     ({"kvgraft": {"control": {"op": "delete", "name": "x", "token": ""}}}, "no field 'control'"),
     ({"kvgraft": {"topk": 2}}, "topk must be a share"),
     ({"kvgraft": {"topk": [[[]]]}}, "topk must be a share"),

@@ -13,12 +13,13 @@ from kvgraft.prefill.policies.naive import Naive
 from kvgraft.prefill.policies.prophet import Prophet
 from kvgraft.prefill.policies.redknot import RedKnot
 from kvgraft.prefill.policies.samkv import SamKV
+from kvgraft.prefill.policies.similar import Similar
 from kvgraft.prefill.policies.sparsex import SparseX
 from kvgraft.prefill.policies.transitive import Transitive
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot, SamKV, Condense)
+    for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot, SamKV, Condense, Similar)
 }
 DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/quality.md says why
 
@@ -45,6 +46,7 @@ __all__ = [
     "Prophet",
     "RedKnot",
     "SamKV",
+    "Similar",
     "SparseX",
     "Transitive",
     "make_policy",

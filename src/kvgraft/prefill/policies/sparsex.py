@@ -1,11 +1,13 @@
 """SparseX: Sparse-Q driven recomputation."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
-from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
+from kvgraft.methods import count_layers, require_at_least, require_choice, require_layers, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.selection import SelectsByAttention
+
+Shallow = Literal["all", "fresh"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class SparseX(SelectsByAttention):
     topk: float = 0.10  # share of the grafted tokens recomputed above the boundary
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
+    shallow: Shallow = "all"  # what dense layers run; with "fresh", grafted tokens enter the boundary as stored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,13 +32,25 @@ class SparseX(SelectsByAttention):
         require_share("topk", self.topk)
         require_at_least("overflow_blocks", self.overflow_blocks, 0)
         require_at_least("tail_tokens", self.tail_tokens, 1)
+        require_choice("shallow", self.shallow, get_args(Shallow))
+
+    def exits(self, num_layers: int) -> tuple[int, ...]:
+        """The boundary, if only fresh tokens are computed below it."""
+        boundary = count_layers(self.boundary, num_layers)
+        return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft."""
+        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft. With shallow=fresh
+        they do not: grafted tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
         plan, boundary = ctx.plan, count_layers(self.boundary, ctx.num_layers)
         deep = range(boundary, ctx.num_layers)
-        ctx.graft(deep)
-        hidden = ctx.run(range(boundary), ctx.embed(plan.active))
+        if self.exits(ctx.num_layers):
+            ctx.graft(range(ctx.num_layers))
+            stored = ctx.residual(boundary, plan.grafted)
+            hidden = ctx.run(range(boundary), ctx.embed(plan.fresh)).joined(stored)
+        else:
+            ctx.graft(deep)
+            hidden = ctx.run(range(boundary), ctx.embed(plan.active))
         if boundary == 0:
             ctx.project(0, hidden.only(plan.fresh))
         scores = self.score(ctx, max(boundary - 1, 0), self.asking(plan))

@@ -1,5 +1,6 @@
 """What has been read and can be grafted: virtual blocks, frozen blocks, pins, all in vLLM's own block pool."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,11 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.segmentation import parse_match
+from kvgraft.segments.similar import SimilarIndex
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
-from kvgraft.vllm.options import Control
+from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 
 
@@ -21,11 +24,21 @@ class KnownText:
         kv_cache_manager: vLLM's, with one group of full attention.
         settings: of the server.
         frozen_capacity: share of the pool that frozen blocks may take.
+        anchors: token sequences that begin a segment, for near-duplicates.
     """
 
-    def __init__(self, kv_cache_manager: Any, block_size: int, settings: Settings, frozen_capacity: float) -> None:
+    def __init__(
+        self,
+        kv_cache_manager: Any,
+        block_size: int,
+        settings: Settings,
+        frozen_capacity: float,
+        anchors: Iterable[Sequence[int]] = (),
+    ) -> None:
         self.pool = SharedPool(kv_cache_manager.block_pool)
         self.index = VirtualBlockIndex(block_size, self.pool.is_live)
+        similarity = parse_match(settings.match)
+        self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
         self.approximate_sources = settings.approximate_sources
@@ -83,7 +96,7 @@ class KnownText:
         if not versions.all():  # from here on vLLM does not know the content (yet)
             stop = first + int(np.flatnonzero(versions == 0)[0])
             versions = versions[: stop - first]
-        tokens = np.array(tracked.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
+        tokens = np.array(tracked.request.all_token_ids[: stop * self.block_size], np.int64)
         exact = min(max(tracked.first_approximate // self.block_size - first, 0), stop - first)
         for lineage, part in ((Lineage.EXACT, slice(0, exact)), (Lineage.APPROXIMATE, slice(exact, stop - first))):
             self._name(tracked, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
@@ -120,7 +133,9 @@ class KnownText:
         return True
 
     def _match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
-        return self.index.match(
+        wanted = isinstance(tracked.options, RequestOptions) and tracked.options.match_similar
+        index = self.similar if wanted and self.similar is not None else self.index
+        return index.match(
             tokens,
             tracked.scope,
             free=free,
@@ -140,9 +155,9 @@ class KnownText:
     ) -> None:
         if not pages:
             return
-        size = self.block_size
+        size, stop = self.block_size, first + part.stop
         ids = self.index.insert(
-            tokens[part.start * size : part.stop * size],
+            tokens[(first + part.start) * size : stop * size],
             np.array(pages),
             versions,
             source=tracked.source,
@@ -152,6 +167,8 @@ class KnownText:
             after=tracked.last_entry,
             unlimited=isinstance(tracked.options, Control),
         )
+        if self.similar is not None:
+            self.similar.insert(tokens[: stop * size], ids, tracked.scope)
         tracked.last_entry = int(ids[-1])
         tracked.num_sources += int((ids >= 0).sum())
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
@@ -38,7 +40,6 @@ class SchedulerSide:
         self.settings = Settings.parse(
             (config.kv_transfer_config.kv_connector_extra_config or {}) if config.kv_transfer_config else {}
         )
-        self.default_policy = parse_policy(self.settings.policy)
         self.known: KnownText
         self._flow = program_of(config)
         self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
@@ -47,6 +48,8 @@ class SchedulerSide:
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
+        similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
+        self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
         self._requests: dict[str, Tracked] = {}
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
         self._jobs: list[Job] = []
@@ -61,7 +64,7 @@ class SchedulerSide:
         self._manager = kv_cache_manager
         share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.frozen_capacity, share)
-        self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity)
+        self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
@@ -177,12 +180,12 @@ class SchedulerSide:
 
     def _parse(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
         """Options and, if it must not graft, the reason."""
-        default = RequestOptions(self.default_policy)
+        default = self.settings.default
         try:
             given = (request.kv_transfer_params or {}).get(KEY, {})
             if "control" in given:
                 return Control.parse(given["control"]), "control"
-            options = RequestOptions.parse(given, self.default_policy)
+            options = RequestOptions.parse(given, default)
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return default, "invalid_params"

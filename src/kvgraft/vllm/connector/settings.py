@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvgraft.methods import require_amount, require_at_least, require_share
-from kvgraft.prefill.policies import DEFAULT_POLICY
-from kvgraft.vllm.options import served_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.segments.segmentation import parse_match
+from kvgraft.vllm.options import RequestOptions, served_policy
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Settings:
 
     Attributes:
         policy: for requests that name none; `name` or `name:option=value,...`.
+        match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
@@ -26,6 +28,7 @@ class Settings:
     """
 
     policy: str = DEFAULT_POLICY
+    match: str = "exact"
     approximate_sources: bool = False
     require_clean_context: bool = False
     watermark: float = 0.9
@@ -33,6 +36,11 @@ class Settings:
     min_graft_tokens: int = 64
     min_graft_share: float = 0.1
     document_gib: float = 2.0
+
+    @property
+    def default(self) -> RequestOptions:
+        """What requests get that say nothing."""
+        return RequestOptions(parse_policy(self.policy), match_similar=parse_match(self.match) is not None)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Settings":
@@ -45,6 +53,9 @@ class Settings:
         if not isinstance(settings.policy, str):
             raise ValueError(f"policy must be a string, got {settings.policy!r}")
         served_policy(settings.policy)
+        if not isinstance(settings.match, str):
+            raise ValueError(f"match must be a string, got {settings.match!r}")
+        parse_match(settings.match)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
         for name in ("watermark", "frozen_capacity"):

@@ -24,6 +24,7 @@ BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor 
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
 SETTINGS = (  # of the connector, that have a flag
     "policy",
+    "match",
     "approximate_sources",
     "require_clean_context",
     "watermark",
@@ -73,6 +74,7 @@ def _make_parser() -> FlexibleArgumentParser:
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     own = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
     own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:topk=0.2,...")
+    own.add_argument("--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits.")
     own.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
     )

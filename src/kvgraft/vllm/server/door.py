@@ -3,7 +3,6 @@
 from argparse import Namespace
 from typing import Any
 
-from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.guard import EngineGuard
@@ -23,8 +22,8 @@ class FrontDoor:
         if (getattr(args, "api_server_count", None) or 1) > 1:
             raise ValueError("one API server process only: each would have its own cache keys and its own records")
         self.keyring = Keyring(Keys.of(args))
-        self.policy_text = _settings(args).policy
-        self.policy = parse_policy(self.policy_text)
+        self.settings = _settings(args)
+        self.default = self.settings.default
         self.salts = Salts()
         self.ledger = Ledger(self.keyring.tenants)
         self.segments = FrozenSegments(lambda: self.guard)
@@ -43,7 +42,7 @@ class FrontDoor:
 
     def connect(self, engine_client: Any) -> None:
         """Guard the engine client that the routes of this server use."""
-        self._guard = EngineGuard(engine_client, self.salts, self.ledger, self.policy)
+        self._guard = EngineGuard(engine_client, self.salts, self.ledger, self.default)
 
 
 def _settings(args: Namespace) -> Settings:

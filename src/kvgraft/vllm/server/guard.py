@@ -11,7 +11,6 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from kvgraft.prefill.context import Policy
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.server.ledger import Entry, Ledger
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
@@ -38,7 +37,7 @@ class Call:
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)
 
 
-def parse_params(params: Any, default: Policy) -> RequestOptions:
+def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
     """The options in a request's `kv_transfer_params`.
 
     Raises:
@@ -65,7 +64,7 @@ class EngineGuard:
         client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance.
     """
 
-    def __init__(self, client: Any, salts: Salts, ledger: Ledger, default: Policy) -> None:
+    def __init__(self, client: Any, salts: Salts, ledger: Ledger, default: RequestOptions) -> None:
         self._salts, self._ledger, self._default = salts, ledger, default
         self._generate, client.generate = client.generate, self.generate
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit

@@ -7,8 +7,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvgraft.prefill.context import Policy
-from kvgraft.vllm.options import KEY
+from kvgraft.vllm.options import KEY, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, parse_params
@@ -23,10 +22,10 @@ class FrontDoorMiddleware:
     """Pure ASGI; passes what the application sends on as it comes.
 
     Args:
-        default: the policy whose options a request may change without naming it.
+        default: what a request that says nothing gets; it may change the options of that policy.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, default: Policy) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, default: RequestOptions) -> None:
         self._app, self._keyring, self._default = app, keyring, default
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,7 +35,7 @@ class FrontDoorPlugin:
         app.include_router(segments.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
-        app.add_middleware(FrontDoorMiddleware, keyring=door.keyring, default=door.policy)
+        app.add_middleware(FrontDoorMiddleware, keyring=door.keyring, default=door.default)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""

@@ -51,7 +51,8 @@ async def status(request: Request) -> dict[str, Any]:
     principal = call.principal
     return {
         "model": request.app.state.openai_serving_models.model_name(),
-        "policy": door.policy_text,
+        "policy": door.settings.policy,
+        "match": door.settings.match,
         "uptime_s": time.monotonic() - STARTED,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
         "segments": await door.segments.view(principal),

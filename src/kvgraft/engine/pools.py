@@ -1,0 +1,48 @@
+"""The KV pool of an engine: how many pages, and the tensors behind them."""
+
+from collections.abc import Iterable
+
+import torch
+
+from kvgraft.engine.config import ModelConfig
+from kvgraft.kv.cache import KVCache
+from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.pages import PagePool
+
+PROMPTS = 8  # of the full length, for which there is never more memory than needed
+
+
+def make_pool(
+    config: ModelConfig,
+    layout: StreamLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    block_size: int,
+    kv_gib: float,
+    num_pages: int | None,
+    max_length: int,
+    exits: Iterable[int],
+    poison: bool,
+) -> tuple[PagePool, KVCache]:
+    """A pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
+
+    Args:
+        exits: layers of which the residual stream that enters them is kept beside keys and values.
+
+    Raises:
+        ValueError: an exit is no layer of the model.
+    """
+    exits, latent = sorted(set(exits)), config.latent is not None
+    if exits and not 0 <= exits[0] <= exits[-1] < config.num_layers:
+        raise ValueError(f"exits {exits}: layers of this model are 0 to {config.num_layers - 1}")
+    if num_pages is None:
+        beside = len(exits) * config.hidden_size
+        page_bytes = KVCache.bytes_per_page(layout, block_size, config.head_dim, dtype, latent, beside)
+        num_pages = min(int(kv_gib * 2**30) // page_bytes, PROMPTS * layout.num_lists * -(-max_length // block_size))
+    pool = PagePool(num_pages, block_size)
+    cache = KVCache(layout, num_pages, block_size, config.head_dim, dtype, device, latent, exits, config.hidden_size)
+    if poison:
+        cache.poison(range(num_pages))
+        pool.on_drop = cache.poison
+    return pool, cache

@@ -1,0 +1,85 @@
+"""Cross-query segment reuse: the lower layers of near-duplicates are reused, the upper ones computed."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+
+
+@dataclass(frozen=True)
+class Similar(Policy):
+    """Partial-layer reuse with halos and an acceptance probe (cross-query segment reuse, splicing steps 2 to 4).
+
+    Inside a segment the first layers are not computed: their KV is grafted, and the tokens enter the layer above them
+    with the residual stream that their source had there. Halos and everything else are computed from the embedding. A
+    segment is rejected, and computed, if the logits of its boundary tokens depend too much on where they were read.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "similar"
+    match: ClassVar[str] = "similar"
+
+    layers: int | float = 0.375  # L_reuse: the first layers, a number or a share rounded up; 12 of 32 in the paper
+    halo: int = 8  # tokens computed at each edge of a segment (h)
+    probe: int = 1  # tokens at each edge of a segment whose logits are compared; 0: no probe
+    max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
+
+    def __post_init__(self) -> None:
+        require_layers("layers", self.layers)
+        require_at_least("halo", self.halo, 0)
+        require_at_least("probe", self.probe, 0)
+        require_amount("max_kl", self.max_kl)
+
+    def exits(self, num_layers: int) -> tuple[int, ...]:
+        """The layer above those that are reused."""
+        return (min(count_layers(self.layers, num_layers), num_layers - 1),)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Compute with all segments inside their halos reused; if the probe rejects some, again without these."""
+        [exit_layer] = self.exits(ctx.num_layers)
+        bottom, top = range(exit_layer), range(exit_layer, ctx.num_layers)
+        ctx.graft(range(ctx.num_layers))
+        stored = ctx.residual(exit_layer, ctx.plan.grafted)  # computing a token overwrites what is kept of it
+
+        def enter(reused: Tensor) -> Hidden:
+            computed = ctx.run(bottom, ctx.embed(ctx.plan.active & ~reused))
+            return computed.joined(stored.only(reused))
+
+        reused = ctx.plan.grafted & ~ctx.plan.edges(self.halo)
+        entering = enter(reused)
+        hidden = ctx.run(top, entering)
+        rejected = self._rejected(ctx, top, entering, hidden, stored, reused)
+        if not rejected.any():
+            return hidden
+        ctx.reject(rejected)
+        return ctx.run(top, enter(reused & ~rejected))
+
+    def _rejected(
+        self, ctx: PrefillContext, top: range, entering: Hidden, hidden: Hidden, stored: Hidden, reused: Tensor
+    ) -> Tensor:
+        """bool [T]: the segments whose boundary tokens come out otherwise with the residual stream of their source than
+        they did computed (`hidden`)."""
+        plan, segments = ctx.plan, ctx.plan.segments
+        count = int(segments.max()) + 1
+        trusted = torch.zeros(count + 1, dtype=torch.bool)  # the last one stands for tokens of no segment
+        trusted[segments[reused]] = True
+        probed = plan.edges(min(self.probe, self.halo)) & trusted[segments]
+        if not probed.any():
+            return probed
+        grafted = ctx.logits(ctx.run(top, stored.only(probed))).log_softmax(-1)
+        computed = ctx.logits(hidden.only(probed)).log_softmax(-1)
+        ctx.run(top, entering.only(probed))  # their KV is again what was computed
+        divergence = F.kl_div(grafted, computed, reduction="none", log_target=True).sum(-1).cpu()
+        numbers = segments[probed]
+        means = torch.zeros(count + 1).index_add_(0, numbers, divergence) / numbers.bincount(minlength=count + 1)
+        rejected = trusted & ~(means <= self.max_kl)  # also what is not finite
+        ctx.counts["probed_segments"] += int(trusted.sum())
+        ctx.counts["rejected_segments"] += int(rejected.sum())
+        return rejected[segments]
