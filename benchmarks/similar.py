@@ -238,9 +238,8 @@ def lookup(
         "tokens": tokens,
         "prompts": prompts,
         "edited": rate,
-        "python": platform.python_version(),
     }
-    setup |= {"cpus": os.cpu_count(), "omp_num_threads": os.environ.get("OMP_NUM_THREADS")}
+    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "omp": os.environ.get("OMP_NUM_THREADS")}
     if as_json:
         print(json.dumps({"configuration": {**setup, **machine}, "result": asdict(result)}, indent=1))
         return

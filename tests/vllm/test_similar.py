@@ -1,40 +1,65 @@
-"""Near-duplicates inside vLLM: what exact matching misses is grafted, and recomputing all of it is plain vLLM."""
+"""Near-duplicates and partial-layer reuse inside vLLM: what exact matching misses is grafted, and answers are those of
+the native engine."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvgraft.engine.text import load_tokenizer
+from kvgraft import Engine, Request, SamplingParams
 from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft.testbed.tasks import read
 
 pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 EVERYTHING = {"policy": "sparsex", "topk": 1.0}
+SETTINGS: dict[str, Any] = {"match": "similar:tau=0.4", "exits": [2, 3]}
+POLICIES = [
+    {"policy": "similar:layers=3"},
+    {"policy": "similar:layers=3,probe=0"},
+    {"policy": "similar:layers=3,halo=2,max_kl=0.0"},
+    {"policy": "sparsex:boundary=2,shallow=fresh"},
+    {"policy": "similar:layers=5"},
+]
+OFF = {"reuse": "off"}
 
 
-def test_near_duplicates_are_grafted():
-    vocabulary = len(load_tokenizer(MODEL_DIR))
-    known = np.random.default_rng(0).integers(10, vocabulary, 600)
-    edited = np.where(np.arange(600) % 30 == 29, (known + 1) % vocabulary, known)
-    # in this order, since what is computed in full is an exact hit of the next
-    options = [EVERYTHING | {"match": match} for match in ("similar", "exact")] + [{"reuse": "off"}]
-    job = {
-        "read": [known.tolist()],
-        "prompts": [[*range(10, 17), *edited.tolist()]],
-        "options": options,
-        "settings": {"match": "similar:tau=0.4"},
-    }
+def run(read_first: list[list[int]], prompts: list[list[int]], options: list[dict[str, Any]]) -> list[list[Any]]:
+    job = {"read": read_first, "prompts": prompts, "options": options, "settings": SETTINGS}
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    [[similar, exact, off]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_partial_layer_reuse_of_near_duplicates_is_that_of_the_native_engine():
+    engine = Engine(MODEL_DIR, dtype="float32", block_size=32, **SETTINGS)
+    facts = Facts(needle=8, variable=12)
+    first, second = make_documents(Random(1), facts, orders=[(0, 1), (1, 0)], num_tokens=700)
+    known = engine.encode(f"{first} {second}")
+    words = np.array(known)
+    words[29::30] = engine.encode("river")[0]
+    prompt = engine.encode("note red means 51 .") + words.tolist() + engine.encode(read([first, second])[0].text)
+
+    [[*ours, exact, off]] = run([known], [prompt], [*POLICIES, EVERYTHING | {"match": "exact"}, OFF])
     assert exact["report"]["grafted_tokens"] == 0  # no block of 32 tokens is left as it was
-    assert similar["report"]["grafted_tokens"] > 480
-    assert exact["tokens"] == similar["tokens"] == off["tokens"]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    engine.generate([Request(known, "full", sampling)])
+    for options, answer in zip(POLICIES[:4], ours, strict=False):
+        [native] = engine.generate([Request(prompt, options["policy"], sampling, remember=False)])
+        assert answer["report"]["grafted_tokens"] == native.report.grafted_tokens > 500
+        assert answer["report"]["computed_share"] == pytest.approx(native.report.computed_share, abs=1e-6)
+        assert answer["tokens"] == native.token_ids
+    assert ours[1]["report"]["computed_share"] < 0.9 < 1 < ours[2]["report"]["computed_share"]
+    assert ours[2]["tokens"] == off["tokens"]
+    assert (ours[4]["report"]["grafted_tokens"], ours[4]["report"]["reason"]) == (0, "residual_stream")

@@ -56,6 +56,7 @@ class VllmPrefill(PagedPrefill):
         super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
+        self.exits = host.residuals.exits
         self._host = host
         self._token_ids = token_ids
         self._tables = tables
@@ -79,6 +80,13 @@ class VllmPrefill(PagedPrefill):
                 with self._timed("align"):
                     keys, values = self._host.read_blocks(index, blocks, local)
                     self._host.write(index, rotate(keys, cos, sin), values, new)
+            self._host.residuals.copy(old, new)
+
+    def residual(self, index: int, where: Tensor) -> Hidden:
+        return Hidden(self._host.residuals.read(index, self._slots_of(where)), where)
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        return self._host.logits(hidden.states)
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.connector import KVGraftConnector
+from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.sparse.program import check_installed, install
 
 if current_platform.is_cpu():
@@ -36,7 +37,15 @@ class KVGraftWorker(PlatformWorker):
         available = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes is not None or self.vllm_config.kv_transfer_config is None:
             return available
-        return available - recovery_bytes(self.vllm_config)
+        return int((available - recovery_bytes(self.vllm_config)) * kv_share(self.vllm_config))
+
+
+def kv_share(config: Any) -> float:
+    """Share of the memory of what is kept of each token that keys and values take; residual streams take the rest."""
+    model, parallel = config.model_config, config.parallel_config
+    num_layers = model.get_num_layers(parallel)
+    kv = 2 * num_layers * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return float(kv / (kv + len(Settings.of(config).exit_layers(num_layers)) * model.get_hidden_size()))
 
 
 def recovery_bytes(config: Any) -> int:

@@ -1,6 +1,6 @@
 """The loaded model and its cache, on whatever platform vLLM runs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.vllm.compat.packing import unpack
+from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
 
 
@@ -26,12 +27,13 @@ class ModelHost:
 
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
+        exits: layers of which the residual stream that enters them is kept.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, exits: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
         self.device: torch.device = runner.device
         model = runner.get_model()
@@ -49,6 +51,17 @@ class ModelHost:
         self._builder = runner.attn_groups[0][0].get_metadata_builder()
         self._kernel_block_size = int(self._builder.kv_cache_spec.block_size)
         self._check_layout()
+        self._head = (model.model.norm, model.compute_logits)
+        names = [attention.layer_name for attention in self.attentions]
+        num_slots = int(self.config.cache_config.num_gpu_blocks or 0) * self.block_size
+        shape = (num_slots, self.config.model_config.get_hidden_size(), self.dtype, self.device)
+        self.residuals = ResidualStreams(self.layers, names, exits, *shape)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
+        norm, compute_logits = self._head
+        hidden, _ = norm(states[:, 0].contiguous(), states[:, 1].contiguous())
+        return compute_logits(hidden).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""

@@ -12,6 +12,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
+from kvgraft.vllm.connector.settings import Settings
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -39,6 +40,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         *_model_reasons(config),
         *_parallel_reasons(config),
         *_cache_reasons(config, kv_cache),
+        *_residual_reasons(config),
     ]
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
@@ -113,6 +115,14 @@ def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
             yield f"{name} {getattr(parallel, name)}: only 1 is supported"
     if parallel.worker_cls != WORKER_CLASS:
         yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
+
+
+def _residual_reasons(config: VllmConfig) -> Iterator[str]:
+    exits = Settings.of(config).exit_layers(config.model_config.get_num_layers(config.parallel_config))
+    if exits and not config.model_config.enforce_eager:
+        yield f"the residual stream of layers {sorted(exits)} in compiled graphs: start with --enforce-eager"
+    if beyond := [layer for layer in exits if layer >= config.model_config.get_num_layers(config.parallel_config)]:
+        yield f"the residual stream of layer {beyond[0]}: the model has fewer layers"
 
 
 def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.policies import Similar
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
@@ -37,15 +38,14 @@ class SchedulerSide:
     """Follows every request from arrival to end."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self.settings = Settings.parse(
-            (config.kv_transfer_config.kv_connector_extra_config or {}) if config.kv_transfer_config else {}
-        )
+        self.settings = Settings.of(config)
         self.known: KnownText
         self._flow = program_of(config)
         self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
         self._block_size = int(config.cache_config.block_size)
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
+        self._exits = self.settings.exit_layers(self._num_layers)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
@@ -189,7 +189,8 @@ class SchedulerSide:
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return default, "invalid_params"
-        return options, _refusal(request, options, self._num_ranks)
+        missing = set(options.policy.exits(self._num_layers)) - self._exits
+        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks)
 
     def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
         """A pinned plan, or why there is none."""
@@ -291,7 +292,8 @@ def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | Non
     checks = {
         "off": not options.reuse,
         "policy_full": not (options.policy.uses_grafts or keeps),
-        "tensor_parallel": keeps and num_ranks > 1,  # heads choose together
+        # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
+        "tensor_parallel": num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
         "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
         "lora": request.lora_request is not None,
         "multimodal": bool(request.mm_features),

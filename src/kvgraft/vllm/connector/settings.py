@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvgraft.methods import require_amount, require_at_least, require_share
+from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.segmentation import parse_match
 from kvgraft.vllm.options import RequestOptions, served_policy
@@ -17,6 +17,8 @@ class Settings:
     Attributes:
         policy: for requests that name none; `name` or `name:option=value,...`.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits.
+        exits: layers, numbers or shares of all, of which the residual stream that enters them is kept, for requests
+            whose policies need it; those that `policy` needs are kept in any case.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
@@ -29,6 +31,7 @@ class Settings:
 
     policy: str = DEFAULT_POLICY
     match: str = "exact"
+    exits: tuple[int | float, ...] = ()
     approximate_sources: bool = False
     require_clean_context: bool = False
     watermark: float = 0.9
@@ -41,6 +44,16 @@ class Settings:
     def default(self) -> RequestOptions:
         """What requests get that say nothing."""
         return RequestOptions(parse_policy(self.policy), match_similar=parse_match(self.match) is not None)
+
+    def exit_layers(self, num_layers: int) -> set[int]:
+        """`exits`, and what the policy needs."""
+        return {count_layers(layer, num_layers) for layer in self.exits} | {*self.default.policy.exits(num_layers)}
+
+    @classmethod
+    def of(cls, config: Any) -> "Settings":
+        """Those of a `VllmConfig`."""
+        transfer = config.kv_transfer_config
+        return cls.parse((transfer.kv_connector_extra_config if transfer else None) or {})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Settings":
@@ -56,6 +69,10 @@ class Settings:
         if not isinstance(settings.match, str):
             raise ValueError(f"match must be a string, got {settings.match!r}")
         parse_match(settings.match)
+        if not isinstance(settings.exits, list | tuple):
+            raise ValueError(f"exits must be a list of layers, got {settings.exits!r}")
+        for layer in settings.exits:
+            require_layers("exits", layer)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
         for name in ("watermark", "frozen_capacity"):

@@ -26,9 +26,10 @@ class WorkerSide:
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
         limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
-        given = self._config.kv_transfer_config.kv_connector_extra_config if self._config.kv_transfer_config else {}
-        capacity = int(Settings.parse(given or {}).document_gib * 2**30)
-        host = ModelHost(runner)
+        settings = Settings.of(self._config)
+        capacity = int(settings.document_gib * 2**30)
+        num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
+        host = ModelHost(runner, settings.exit_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         self._queue = RecoveryQueue(host, limit, library)
 

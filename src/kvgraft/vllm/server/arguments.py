@@ -25,6 +25,7 @@ BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes u
 SETTINGS = (  # of the connector, that have a flag
     "policy",
     "match",
+    "exits",
     "approximate_sources",
     "require_clean_context",
     "watermark",
@@ -76,6 +77,12 @@ def _make_parser() -> FlexibleArgumentParser:
     own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:topk=0.2,...")
     own.add_argument("--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits.")
     own.add_argument(
+        "--kvgraft-exits",
+        type=_layer,
+        nargs="+",
+        help="Layers (3) or shares (0.375) of which the residual stream is kept, for requests with the policy similar.",
+    )
+    own.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
     )
     own.add_argument(
@@ -102,6 +109,10 @@ def _make_parser() -> FlexibleArgumentParser:
     )
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
+
+
+def _layer(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
 
 
 def _settings(args: Namespace) -> dict[str, Any]:

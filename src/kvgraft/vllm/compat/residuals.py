@@ -1,0 +1,58 @@
+"""What enters chosen layers of vLLM's model, kept for every slot of its cache (cross-query reuse)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+
+
+class ResidualStreams:
+    """Beside the KV cache, the residual stream that enters some layers; whoever computes a token leaves its own.
+
+    vLLM's steps and our recoveries call the same layer modules, so a hook on these sees both. Eager mode only: a
+    compiled graph would pass it by.
+
+    Args:
+        layers: the decoder layers of the model, called as `layer(positions, hidden, residual)`.
+        names: of their attention layers, by which the forward context knows the slots of a step.
+        exits: which of them.
+        num_slots: of the cache.
+    """
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        names: list[str],
+        exits: Iterable[int],
+        num_slots: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.names = names
+        shape = (num_slots + 1, hidden_size)  # the last row is for padding, whose slot is -1
+        self.states = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in sorted(exits)}
+        for layer in self.states:
+            layers[layer].register_forward_pre_hook(lambda _, given, layer=layer: self._keep(layer, *given))
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """The layers."""
+        return tuple(self.states)
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """What entered a layer in these slots int64 [n], as its hidden state and residual: [n, 2, D]."""
+        states = self.states[layer][slots]
+        return torch.stack((states, torch.zeros_like(states)), dim=1)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy all that is kept in some slots int64 [n] to others."""
+        for states in self.states.values():
+            states[target] = states[source]
+
+    def _keep(self, layer: int, positions: Tensor, hidden: Tensor, residual: Tensor | None, *_: Any) -> None:
+        slots = get_forward_context().slot_mapping
+        if isinstance(slots, dict) and (mine := slots.get(self.names[layer])) is not None:
+            self.states[layer][mine] = hidden if residual is None else hidden + residual
