@@ -16,9 +16,9 @@ from vllm.config import VllmConfig
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.options import RequestOptions, served_policy
 from kvgraft.vllm.server.arguments import parse
+from kvgraft.vllm.settings import Settings
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32

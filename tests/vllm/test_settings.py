@@ -7,7 +7,7 @@ import pytest
 
 from kvgraft.kv.pages import PagePool
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.settings import Settings
 
 
 def test_nothing_given_is_the_default():

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.connector import KVGraftConnector
-from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.settings import Settings
 from kvgraft.vllm.sparse.program import check_installed, install
 
 if current_platform.is_cpu():

@@ -21,7 +21,7 @@ FLOW = "kvgraft_flow"  # likewise: the flow that decode steps follow
 
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
-    """What vLLM's `--kv-transfer-config` must say; `settings` are those of `connector/settings.py`."""
+    """What vLLM's `--kv-transfer-config` must say; `settings` are those of `settings.py`."""
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,

@@ -12,7 +12,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
-from kvgraft.vllm.connector.settings import Settings
+from kvgraft.vllm.settings import Settings
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -11,10 +11,10 @@ from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.matches import Lineage, Match
 from kvgraft.segments.segmentation import parse_match
 from kvgraft.segments.similar import SimilarIndex
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
+from kvgraft.vllm.settings import Settings
 
 
 class KnownText:

@@ -22,10 +22,10 @@ from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_pro
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, Outcome
+from kvgraft.vllm.settings import Settings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 

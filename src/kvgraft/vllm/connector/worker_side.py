@@ -10,8 +10,8 @@ from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.recovery import Outcome, RecoveryQueue
+from kvgraft.vllm.settings import Settings
 
 
 class WorkerSide:

@@ -15,8 +15,8 @@ from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.settings import Settings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]

@@ -3,12 +3,12 @@
 from argparse import Namespace
 from typing import Any
 
-from kvgraft.vllm.connector.settings import Settings
 from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.guard import EngineGuard
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.ledger import Ledger
 from kvgraft.vllm.server.tenancy import Keyring, Salts
+from kvgraft.vllm.settings import Settings
 
 
 class FrontDoor:
