@@ -77,7 +77,7 @@ class Library:
         count = len(tokens) // BLOCK
         pages, whole = source * count + np.arange(count), tokens[: count * BLOCK]
         ids = self.blocks.insert(whole, pages, np.ones(count), source=source, source_start=0, scope=SCOPE)
-        self.index.insert(whole, ids, SCOPE)
+        self.index.insert(ids, SCOPE)
 
     def judge(self, copies: dict[int, Edited]) -> dict[str, float]:
         """Figures of `Accuracy` over copies of the sources."""

@@ -63,7 +63,7 @@ class Library:
                 after=last,
             )
             last = int(ids[-1])
-            added += self.index.insert(tokens[: where.stop], ids, scope)
+            added += self.index.insert(ids, scope)
         self.tokens = np.concatenate((self.tokens, tokens[: count * BLOCK]))
         self.num_sources += 1
         return added

@@ -199,5 +199,5 @@ class Known:
             after=sequence.last_entry,
         )
         if self.similar is not None:
-            self.similar.insert(tokens[: blocks.stop * size], entries, sequence.scope)
+            self.similar.insert(entries, sequence.scope)
         sequence.last_entry = int(entries[-1])

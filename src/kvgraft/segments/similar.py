@@ -57,7 +57,7 @@ class SimilarIndex:
     ) -> None:
         self.blocks = blocks
         self.options = options = options or Similarity()
-        self._segmenter = Segmenter(options, anchors)
+        self.segmenter = Segmenter(options, anchors)
         self._bands = bands(options.tau, options.permutations, _MISS_WEIGHT)
         self._table = SegmentTable(blocks.entries, self._bands[0], options.permutations, options.context > 0)
 
@@ -69,35 +69,36 @@ class SimilarIndex:
         """Host memory in bytes, spare capacity included; the tokens are those of the block index."""
         return self._table.nbytes
 
-    def insert(self, tokens: np.ndarray, ids: np.ndarray, scope: bytes) -> int:
-        """Know the segments that end in the last blocks of a source; returns how many were added.
+    def insert(self, ids: np.ndarray, scope: bytes) -> int:
+        """Know the segments that end in consecutive blocks of one source; returns how many were added.
 
         Args:
-            tokens: the source from its beginning to the end of these blocks, int [n].
             ids: entries of the blocks, as `VirtualBlockIndex.insert` returned them, int32 [m].
         """
-        size, table, entries = self.blocks.block_size, self._table, self.blocks.entries
-        begin = len(tokens) - size * len(ids)  # position of the first of these blocks
-        before = entries.walk(int(ids[0]), -1, -(-MAX_SEGMENT // size))[::-1] if len(ids) and ids[0] >= 0 else []
-        ids, origin = np.array([*before, *ids], np.int32), begin - size * len(before)
-        reach = max(origin - max(self.options.context_tokens, WINNOW), 0)
+        known = np.flatnonzero(ids >= 0)
+        runs = np.split(ids[known], np.flatnonzero(np.diff(known) > 1) + 1)
+        return sum(self._insert(run, scope) for run in runs if len(run))
+
+    def _insert(self, ids: np.ndarray, scope: bytes) -> int:
+        size, entries = self.blocks.block_size, self.blocks.entries
+        reach = MAX_SEGMENT + max(self.options.context_tokens, WINNOW)
+        before = entries.walk(int(ids[0]), -1, -(-reach // size))[::-1]
+        begin, ids = size * len(before), np.array([*before, *ids], np.int32)  # begin: of what is new
         root = self.blocks.lookup_scope(scope)
-        found = self._segmenter.cut(as_int32("tokens", tokens[reach:]), root)
-        starts, stops = found.starts + reach, found.stops + reach
-        rows = np.flatnonzero((starts >= origin) & (stops > begin))
-        rows = rows[ids[(starts[rows] - origin) // size] >= 0]
-        entry = ids[(starts[rows] - origin) // size]
+        found = self.segmenter.cut(entries.tokens[ids].ravel(), root)
+        rows = np.flatnonzero(found.stops > begin)
+        entry = ids[found.starts[rows] // size]
         columns = {
             "entry": entry,
             "source": entries.source[entry],
-            "start": starts[rows],
-            "length": stops[rows] - starts[rows],
+            "start": entries.source_start[ids[0]] + found.starts[rows],
+            "length": found.stops[rows] - found.starts[rows],
             "signature": compact(found.signatures[rows]),
             "context": found.contexts[rows],
         }
         keys = band_keys(found.signatures[rows], *self._bands, root)
         new = self._is_new(keys, columns)
-        table.add(keys[new], **{name: column[new] for name, column in columns.items()})
+        self._table.add(keys[new], **{name: column[new] for name, column in columns.items()})
         return int(new.sum())
 
     def match(
@@ -150,7 +151,7 @@ class SimilarIndex:
         """The segments of a prompt, and (segment, stored segment) pairs of these that pass all thresholds, the best few
         of each: int64 [n], [n]."""
         options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
-        found = self._segmenter.cut(tokens, root)
+        found = self.segmenter.cut(tokens, root)
         keys = band_keys(found.signatures, *self._bands, root)
         rows, ids = table.find(keys.ravel())
         rows, ids = np.unique(np.stack((rows // self._bands[0], ids.astype(np.int64))), axis=1)

@@ -96,7 +96,7 @@ class KnownText:
         if not versions.all():  # from here on vLLM does not know the content (yet)
             stop = first + int(np.flatnonzero(versions == 0)[0])
             versions = versions[: stop - first]
-        tokens = np.array(tracked.request.all_token_ids[: stop * self.block_size], np.int64)
+        tokens = np.array(tracked.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
         exact = min(max(tracked.first_approximate // self.block_size - first, 0), stop - first)
         for lineage, part in ((Lineage.EXACT, slice(0, exact)), (Lineage.APPROXIMATE, slice(exact, stop - first))):
             self._name(tracked, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
@@ -155,9 +155,9 @@ class KnownText:
     ) -> None:
         if not pages:
             return
-        size, stop = self.block_size, first + part.stop
+        size = self.block_size
         ids = self.index.insert(
-            tokens[(first + part.start) * size : stop * size],
+            tokens[part.start * size : part.stop * size],
             np.array(pages),
             versions,
             source=tracked.source,
@@ -168,7 +168,7 @@ class KnownText:
             unlimited=isinstance(tracked.options, Control),
         )
         if self.similar is not None:
-            self.similar.insert(tokens[: stop * size], ids, tracked.scope)
+            self.similar.insert(ids, tracked.scope)
         tracked.last_entry = int(ids[-1])
         tracked.num_sources += int((ids >= 0).sum())
 
