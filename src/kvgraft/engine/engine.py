@@ -21,6 +21,7 @@ from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
+from kvgraft.engine.tiers import Tiers
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.methods import count_layers, require_amount
@@ -31,6 +32,7 @@ from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS, Similarity, parse_match
+from kvgraft.segments.store import StoreOptions
 
 
 class Engine:
@@ -63,6 +65,8 @@ class Engine:
             tokenised on their own, so that their token ids never depend on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
         watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
+        store: tiers below the KV pool, in host memory and on disk: exact blocks go there as they are computed, and come
+            back. Use the engine as a context manager, or `close` it, to have all of it written.
         document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
         stable_layers: for these policies, the layers that agree on what is important (SamKV, Appendix A.2); None takes
             `layers.json` of the model directory (`kvgraft profile-layers` makes it) or else the last eighth.
@@ -95,6 +99,7 @@ class Engine:
         pad_segments: bool = False,
         watermark: float = 0.9,
         frozen_capacity: float = 0.5,
+        store: StoreOptions | None = None,
         document_gib: float = 2.0,
         stable_layers: Items[int] | None = None,
         poison_dropped_pages: bool = False,
@@ -137,19 +142,28 @@ class Engine:
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
         similarity = match if isinstance(match, Similarity) else parse_match(match or self.policy.match)
-        known = Known(
-            pool,
-            layout,
-            approximate_sources,
-            require_clean_context,
-            similarity,
-            anchor_ids(self.tokenizer, anchors or ANCHORS),
-        )
-        self.memory = Memory(pool, cache, self.frozen, known, chunk)
+        cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
+        known = Known(pool, layout, approximate_sources, require_clean_context, *cuts)
+        if store is not None and head_paging:
+            raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
+        self.store = None if store is None else store.open(block_size, *cuts)
+        tiers = None if self.store is None else Tiers(self.store, pool, cache, known)
+        self.memory = Memory(pool, cache, self.frozen, known, chunk, tiers)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
         self.flow = self.scheduler.flows.find(flow)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what the store has not written yet, and let it go: then the engine answers no more if it has one."""
+        if self.store is not None:
+            self.store.close()
 
     def generate(self, requests: Items[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
@@ -237,7 +251,7 @@ class Engine:
             return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, blocks)[1]
 
     def clear_cache(self) -> None:
-        """Forget everything that has been read, except what running requests and the frozen pool hold."""
+        """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
         self.library.store.clear()
         self.memory.pool.clear()
         self.memory.known.index.discard_stale()

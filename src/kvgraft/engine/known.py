@@ -103,7 +103,7 @@ class Known:
         lists = sequence.pages
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
-        is_exact = self._exact_blocks(sequence, stop)
+        is_exact = self.exact_blocks(sequence, stop)
         exact = first + np.flatnonzero(is_exact[first:stop])
         for block in exact.tolist():
             self.pool.publish(int(lists.pages[0, block]), chain[block])
@@ -171,13 +171,26 @@ class Known:
             for part in match.where(self.local_pages.complete(match.pages), self.pool.block_size)
         ]
 
-    def _exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
-        """bool [count]: blocks before the first graft, and exact hits behind it."""
+    def exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
+        """Which of its first blocks hold exact KV, bool [count]: those before the first graft and exact hits behind."""
         size = self.pool.block_size
         is_exact = np.arange(1, count + 1) * size <= sequence.first_approximate
         hits = sequence.admitted_plan.prefix[: count * size : size].numpy()
         is_exact[: hits.size] |= hits
         return is_exact
+
+    def name(self, tokens: np.ndarray, pages: Items[int], source: int, source_start: int, scope: bytes) -> None:
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
+        entries = self.index.insert(
+            tokens,
+            np.array(pages, np.int32),
+            self.pool.versions[pages],
+            source=source,
+            source_start=source_start,
+            scope=scope,
+        )
+        if self.similar is not None:
+            self.similar.insert(entries, scope)
 
     def _insert(self, sequence: Sequence, lists: PageLists, tokens: np.ndarray, blocks: range, exact: bool) -> None:
         """Name consecutive blocks of one lineage."""

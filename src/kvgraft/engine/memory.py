@@ -8,6 +8,7 @@ import numpy as np
 
 from kvgraft.engine.known import Known, Reuse
 from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.tiers import Tiers
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
@@ -24,14 +25,24 @@ class Memory:
 
     Args:
         chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
+        tiers: where content lies that left the pool.
     """
 
-    def __init__(self, pool: PagePool, cache: KVCache, frozen: FrozenPool, known: Known, chunk: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: KVCache,
+        frozen: FrozenPool,
+        known: Known,
+        chunk: int,
+        tiers: Tiers | None = None,
+    ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
         self.chunk = chunk
         self.known = known
+        self.tiers = tiers
         self.fallbacks: Counter[str] = Counter()
         self._pinned: dict[Sequence, list[int]] = {}  # graft sources, from the match to the copy
 
@@ -45,7 +56,7 @@ class Memory:
             PoolExhausted: the sequence cannot fit even then.
         """
         start = time.perf_counter()
-        reuse = NOTHING if sequence.documents else self.known.find(sequence, sequence.policy.uses_grafts)
+        reuse = NOTHING if sequence.documents else self._find(sequence)
         fits = self._pin(sequence, reuse)
         if not fits and idle and reuse.matches:
             reuse = self.known.find(sequence, grafts=False)
@@ -61,6 +72,12 @@ class Memory:
         self._start(sequence, reuse)
         sequence.report.stages["match"] = time.perf_counter() - start
         return True
+
+    def offer(self, sequence: Sequence, *, ended: bool = False) -> None:
+        """Let others reuse what the sequence has computed."""
+        self.known.offer(sequence)
+        if self.tiers is not None:
+            self.tiers.keep(sequence, ended=ended)
 
     def adopt(self, sequence: Sequence) -> None:
         """Reserve pages for a sequence whose prompt was computed elsewhere.
@@ -122,7 +139,15 @@ class Memory:
         if sequence.lists is not None:
             self.pool.release(sequence.lists.held)
         sequence.lists, sequence.num_computed, sequence.num_offered, sequence.last_entry = None, 0, 0, -1
-        sequence.num_indexed = 0
+        sequence.num_indexed = sequence.num_stored = 0
+
+    def _find(self, sequence: Sequence) -> Reuse:
+        """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
+        reuse = self.known.find(sequence, sequence.policy.uses_grafts)
+        spare = self.pool.num_free - self._num_missing(sequence, reuse)
+        if self.tiers is not None and spare > 0 and self.tiers.restore(sequence, reuse, spare):
+            reuse = self.known.find(sequence, sequence.policy.uses_grafts)
+        return reuse
 
     def _num_missing(self, sequence: Sequence, reuse: Reuse) -> int:
         """Pages to be allocated."""

@@ -124,7 +124,7 @@ class Scheduler:
         logits |= zip(exact, self._compute(policy, exact), strict=True)
         for sequence in sequences:
             self._accept(sequence, logits[sequence])
-            self.memory.known.offer(sequence)
+            self.memory.offer(sequence)
             self.memory.settle(sequence)
 
     def _keep_documents(self, policy: Policy, sequence: Sequence) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
             if part.active.any():
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
             sequence.num_computed = part.num_tokens
-            self.memory.known.offer(sequence)
+            self.memory.offer(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
     def _recover(self, recover: Recover, sequences: list[Sequence]) -> Tensor:
@@ -217,7 +217,7 @@ class Scheduler:
 
     def _retire(self) -> None:
         for sequence in [sequence for sequence in self.running if sequence.done]:
-            self.memory.known.offer(sequence)
+            self.memory.offer(sequence, ended=True)
             self.memory.release(sequence)
             self.running.remove(sequence)
 

@@ -43,6 +43,7 @@ class Sequence:
         num_computed: leading places of its pages that hold KV.
         first_approximate: position from which its KV may differ from full recomputation.
         num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
+        num_stored: leading blocks that tiers below the pool were offered.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Sequence:
     first_approximate: int = 0
     num_offered: int = 0
     last_entry: int = -1
+    num_stored: int = 0
     first_logits: Tensor | None = None
     done: bool = False
 

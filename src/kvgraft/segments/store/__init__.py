@@ -1,0 +1,8 @@
+"""Tiers below device memory: chunks of KV in host memory and on disk."""
+
+from kvgraft.segments.store.chunk import Chunk, StoredBlock
+from kvgraft.segments.store.options import StoreOptions
+from kvgraft.segments.store.store import SegmentStore
+from kvgraft.segments.store.upkeep import StoreDirectory
+
+__all__ = ["Chunk", "SegmentStore", "StoreDirectory", "StoreOptions", "StoredBlock"]

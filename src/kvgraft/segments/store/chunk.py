@@ -1,0 +1,216 @@
+"""Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how they are stored."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.kv.quant import dequantise, quantise
+from kvgraft.segments.keys import as_int32, check_scope
+
+Payload = Mapping[str, Tensor]  # by name, [streams, tokens, d]
+Shape = tuple[int, int, int]
+TensorSpec = tuple[str, Shape]  # dtype and shape
+KEY_BYTES = 32
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+}
+_SCALE = ".scale"  # suffix of the scales of an int8 tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive blocks of one source sequence, all of exact lineage.
+
+    Attributes:
+        scope: `scope_digest` of model and namespace, part of the key.
+        namespace: its label in listings.
+        chains: `chain_hashes` key of each of the n blocks: names its tokens and all before them.
+        tokens: int32 [n * block_size].
+        source: identity of the sequence, of no other one, signed 64 bits.
+        source_start: position of the first token there, a multiple of block_size.
+
+    Raises:
+        ValueError: a length, a token or a number is not of this form.
+    """
+
+    scope: bytes
+    namespace: str
+    chains: tuple[bytes, ...]
+    tokens: np.ndarray
+    source: int
+    source_start: int
+
+    def __post_init__(self) -> None:
+        check_scope(self.scope)
+        tokens, count = as_int32("tokens", self.tokens), len(self.chains)
+        if not count or not len(tokens) or len(tokens) % count:
+            raise ValueError(f"{len(tokens)} tokens and {count} chains: each block needs as many tokens and one chain")
+        if any(len(chain) != KEY_BYTES for chain in self.chains):
+            raise ValueError(f"chains of {sorted({*map(len, self.chains)})} bytes: must have {KEY_BYTES} each")
+        if not -(2**63) <= self.source < 2**63:
+            raise ValueError(f"source is {self.source}, must be a signed 64-bit integer")
+        size = len(tokens) // count
+        if self.source_start < 0 or self.source_start % size or self.source_start + len(tokens) >= 2**31:
+            raise ValueError(f"source_start is {self.source_start}, must be a multiple of {size}, the end below 2^31")
+        object.__setattr__(self, "tokens", tokens.copy())  # another thread writes them later
+
+    @cached_property
+    def key(self) -> bytes:
+        """32 bytes: SHA-256 over scope, last chain and number of blocks, whatever the source."""
+        count = self.num_blocks.to_bytes(8, "little")
+        return hashlib.sha256(b"chunk" + self.scope + self.chains[-1] + count).digest()
+
+    @property
+    def num_blocks(self) -> int:
+        """n."""
+        return len(self.chains)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return len(self.tokens) // len(self.chains)
+
+    @property
+    def source_end(self) -> int:
+        """Position in the source behind the last token."""
+        return self.source_start + len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBlock:
+    """A block that was fetched.
+
+    Attributes:
+        payload: by name, [streams, block_size, d] in the dtype in which it was put. Views of the store's own memory:
+            to be read only.
+        tokens: int32 [block_size].
+        chain: its `chain_hashes` key.
+        source, source_start: where its first token stood.
+        exact: bit for bit what was put; False where it was kept as int8.
+    """
+
+    payload: Payload
+    tokens: np.ndarray
+    chain: bytes
+    source: int
+    source_start: int
+    exact: bool
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    scope: bytes
+    namespace: str
+    chains: bytes
+    tokens: bytes  # little-endian int32
+    block_size: int
+    source: int
+    source_start: int
+    tensors: dict[str, TensorSpec]
+    int8: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A chunk and the form in which its payload is stored.
+
+    Attributes:
+        tensors: dtype and shape of what was put, by name in alphabetical order.
+        int8: the tensors were quantised; each has its scales beside it.
+    """
+
+    chunk: Chunk
+    tensors: dict[str, TensorSpec]
+    int8: bool
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError("the payload has no tensors")
+        for name, (dtype, shape) in self.tensors.items():
+            if name.endswith(_SCALE) or name.startswith("__"):
+                raise ValueError(f"tensor {name!r}: names must not end with {_SCALE!r} nor begin with '__'")
+            if dtype not in DTYPES:
+                raise ValueError(f"tensor {name!r} is {dtype}: allowed are {', '.join(DTYPES)}")
+            if len(shape) != 3 or shape[1] != len(self.chunk.tokens) or min(shape) < 1:
+                expected = f"[streams, {len(self.chunk.tokens)}, d]"
+                raise ValueError(f"tensor {name!r} has shape {list(shape)}, expected {expected}")
+
+    @classmethod
+    def of(cls, chunk: Chunk, payload: Payload, *, int8: bool) -> "Record":
+        """The record of a payload that is about to be stored. ValueError if it cannot be."""
+        if away := [name for name, tensor in payload.items() if tensor.device.type != "cpu"]:
+            raise ValueError(f"tensors {away} are not in host memory")
+        return cls(chunk, specs({name: payload[name] for name in sorted(payload)}), int8)
+
+    @property
+    def key(self) -> bytes:
+        """The chunk's."""
+        return self.chunk.key
+
+    @property
+    def stored(self) -> dict[str, TensorSpec]:
+        """Dtype and shape of the tensors as they are stored."""
+        if not self.int8:
+            return self.tensors
+        values: dict[str, TensorSpec] = {name: ("int8", shape) for name, (_, shape) in self.tensors.items()}
+        return values | {name + _SCALE: ("float32", (s, 1, d)) for name, (_, (s, _, d)) in self.tensors.items()}
+
+    def pack(self, payload: Payload) -> dict[str, Tensor]:
+        """What is stored of a payload, in memory of its own. ValueError if it is to be int8 and is not finite."""
+        if not self.int8:
+            return {name: payload[name].detach().clone(memory_format=torch.contiguous_format) for name in self.tensors}
+        pairs = {name: quantise(payload[name].detach()) for name in self.tensors}
+        packed = {name: values.contiguous() for name, (values, _) in pairs.items()}
+        return packed | {name + _SCALE: scale for name, (_, scale) in pairs.items()}
+
+    def block(self, stored: Payload, place: int) -> StoredBlock:
+        """The block at a place of the chunk, of what is stored."""
+        chunk, size = self.chunk, self.chunk.block_size
+        span = slice(place * size, (place + 1) * size)
+        payload = {name: stored[name][:, span] for name in self.tensors}
+        if self.int8:
+            for name, (dtype, _) in self.tensors.items():
+                payload[name] = dequantise(payload[name], stored[name + _SCALE], DTYPES[dtype])
+        start = chunk.source_start + span.start
+        return StoredBlock(payload, chunk.tokens[span], chunk.chains[place], chunk.source, start, not self.int8)
+
+    def encode(self) -> bytes:
+        """JSON that says everything about the chunk but its payload; equal for equal records."""
+        chunk = self.chunk
+        chains, tokens = b"".join(chunk.chains), chunk.tokens.astype("<i4").tobytes()
+        place = (chunk.block_size, chunk.source, chunk.source_start)
+        return msgspec.json.encode(
+            _Wire(chunk.scope, chunk.namespace, chains, tokens, *place, self.tensors, self.int8), order="deterministic"
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Record":
+        """The record that was encoded. ValueError if it is none."""
+        try:
+            wire = msgspec.json.decode(data, type=_Wire)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"no record: {error}") from error
+        if len(wire.chains) % KEY_BYTES or len(wire.tokens) % 4:
+            raise ValueError(f"no record: {len(wire.chains)} bytes of chains, {len(wire.tokens)} of tokens")
+        chains = tuple(wire.chains[at : at + KEY_BYTES] for at in range(0, len(wire.chains), KEY_BYTES))
+        tokens = np.frombuffer(wire.tokens, "<i4")
+        chunk = Chunk(wire.scope, wire.namespace, chains, tokens, wire.source, wire.source_start)
+        if chunk.block_size != wire.block_size:
+            raise ValueError(f"no record: blocks of {chunk.block_size} tokens, it says {wire.block_size}")
+        return cls(chunk, dict(sorted(wire.tensors.items())), wire.int8)
+
+
+def specs(payload: Payload) -> dict[str, TensorSpec]:
+    """Dtype and shape of every tensor."""
+    return {name: (str(t.dtype).removeprefix("torch."), cast(Shape, tuple(t.shape))) for name, t in payload.items()}
+
+
+def nbytes(payload: Payload) -> int:
+    """Memory that tensors take."""
+    return sum(tensor.nbytes for tensor in payload.values())

@@ -1,0 +1,169 @@
+"""The private directory of the disk tier: its modes, its lock, and a safetensors file for each chunk."""
+
+import fcntl
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kvgraft.segments.store.chunk import KEY_BYTES, Payload, Record, specs
+
+_METADATA = "kvgraft"  # of the file: the record, as JSON
+_SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
+
+
+class BadPayload(Exception):
+    """A file that cannot be used: "missing", "damaged" (not what was written) or "foreign" (of another chunk)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def digest_of(data: bytes) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(data).digest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file that only we may read, down to the disk. FileExistsError if it exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def private_directory(path: Path) -> Path:
+    """The directory, made if it does not exist.
+
+    Raises:
+        NotADirectoryError, PermissionError: it is something else, of another user, or open to others.
+    """
+    path = path.resolve()
+    if not path.exists():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{path} is not a directory")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to user {found.st_uid}, not to {os.getuid()}, who runs this")
+    if mode := stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{path} is open to others (mode bits {mode:03o}): chmod 700 {path}")
+    return path
+
+
+class DirectoryLock:
+    """Says whether this process alone uses a directory. Everyone who uses it holds the lock, shared or not."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def try_alone(self) -> bool:
+        """Keep others out until `share`; False if others use the directory, then it is shared with them."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            self.share()
+            return False
+
+    def share(self) -> None:
+        """Let others in; waits for one who keeps others out."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Use the directory no longer."""
+        os.close(self._descriptor)
+
+
+class PayloadFiles:
+    """Files `xx/<key>.safetensors`, by the first byte of the key. Written under another name, then renamed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, key: bytes) -> Path:
+        """Where the payload of a chunk lies."""
+        return self.directory / key[:1].hex() / (key.hex() + _SUFFIX)
+
+    def write(self, key: bytes, data: bytes) -> Path:
+        """Write a payload under a temporary name, which is returned; what is left of a failure is removed."""
+        folder = self.path(key).parent
+        folder.mkdir(mode=0o700, exist_ok=True)
+        temporary = folder / f"{key.hex()}.{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            write_file(temporary, data)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return temporary
+
+    def publish(self, temporary: Path, key: bytes) -> None:
+        """Give a temporary file its name."""
+        temporary.replace(self.path(key))
+
+    def remove(self, key: bytes) -> None:
+        """Remove the payload of a chunk, if there is one."""
+        self.path(key).unlink(missing_ok=True)
+
+    def read(self, record: Record, num_bytes: int, digest: bytes) -> dict[str, Tensor]:
+        """The payload of a chunk as it is stored, verified.
+
+        Raises:
+            BadPayload: there is none, or it is not the one of this length and digest, or not of this record.
+        """
+        try:
+            with self.path(record.key).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != num_bytes:
+                    raise BadPayload("damaged")
+                data = file.read()
+        except FileNotFoundError:
+            raise BadPayload("missing") from None
+        except OSError as error:
+            raise BadPayload("damaged") from error
+        if digest_of(data) != digest:
+            raise BadPayload("damaged")
+        return decode(data, record)
+
+    def scan(self) -> tuple[set[bytes], list[Path]]:
+        """The keys of all payload files, and all temporary files."""
+        keys, temporaries = set(), []
+        for path in self.directory.glob("[0-9a-f][0-9a-f]/*"):
+            if path.suffix == _TEMPORARY:
+                temporaries.append(path)
+            elif path.suffix == _SUFFIX and (key := _key_of(path.stem)) and self.path(key) == path:
+                keys.add(key)
+        return keys, temporaries
+
+
+def encode(record: Record, stored: Payload) -> bytes:
+    """The file of a chunk: its stored tensors and its record."""
+    return save(dict(stored), {_METADATA: record.encode().decode()})
+
+
+def decode(data: bytes, record: Record) -> dict[str, Tensor]:
+    """The tensors of a chunk's file. BadPayload if it is damaged or of another record."""
+    try:
+        tensors = load(data)
+        length = int.from_bytes(data[:8], "little")
+        header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, dict])
+    except (SafetensorError, msgspec.DecodeError) as error:
+        raise BadPayload("damaged") from error
+    if header.get("__metadata__", {}).get(_METADATA) != record.encode().decode() or specs(tensors) != record.stored:
+        raise BadPayload("foreign")
+    return tensors
+
+
+def _key_of(name: str) -> bytes | None:
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES else None

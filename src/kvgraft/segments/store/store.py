@@ -1,0 +1,300 @@
+"""Tiers below device memory for the KV of text that was read: host memory, and a directory that outlasts us."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from torch import Tensor
+
+from kvgraft.segments.matches import Match
+from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.store.budget import Budget
+from kvgraft.segments.store.chunk import Chunk, Payload, Record, StoredBlock
+from kvgraft.segments.store.disk import DiskTier
+from kvgraft.segments.store.files import BadPayload
+from kvgraft.segments.store.memory import MemoryTier
+from kvgraft.segments.store.register import Register
+
+
+class SegmentStore:
+    """Chunks of KV by content and scope, in host memory and on disk.
+
+    A *block number* names a stored block until the chunk is gone; what is gone is never mistaken for something else.
+    Nothing here fails for a reason that lies in stored data or in the disk: the chunk is gone then, and `counts` says
+    why.
+
+    Args:
+        block_size: tokens of a block.
+        ram_bytes: budget of host memory.
+        directory: of the tier on disk, with mode 0700; made if it does not exist. None: there is none.
+        disk_bytes: its budget.
+        quota: share of either budget that one scope may take (`Budget.add`).
+        int8: keep payloads as int8. They are graft sources, but never exact prefix blocks.
+        chunk_blocks: blocks of a chunk, at most.
+        max_backlog_bytes: payload that may wait to be written; more of it stays in host memory only.
+        similarity, anchors: of near-duplicates (`SimilarIndex`); None knows identical text only.
+
+    Attributes:
+        counts: blocks fetched ("ram_hits", "disk_hits") and chunks that were: "stored"; "known" already when they were
+            put; "too_large", "backlog", "non_finite", "write_failed": not kept on disk, or at all; "evicted" from both;
+            gone when they were asked for or the store was opened: "missing", "damaged", "foreign"; "unusable": cut into
+            other blocks. What was found on opening: "orphans", "temporaries", "catalogue_damaged". "catalogue_failed":
+            errors of the catalogue in use.
+
+    Raises:
+        ValueError: a number is out of range, or one of directory and disk_bytes is given without the other.
+        OSError: the directory cannot be used; PermissionError if others may read it.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        ram_bytes: int,
+        directory: Path | None = None,
+        disk_bytes: int = 0,
+        quota: float = 0.5,
+        int8: bool = False,
+        chunk_blocks: int = 16,
+        max_backlog_bytes: int = 1 << 30,
+        similarity: Similarity | None = None,
+        anchors: Iterable[Sequence[int]] = (),
+    ) -> None:
+        if (directory is None) != (disk_bytes == 0):
+            raise ValueError(f"directory {directory}, disk_bytes {disk_bytes}: both or neither")
+        self.block_size = block_size
+        self.chunk_blocks = chunk_blocks
+        self.int8 = int8
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._register = Register(block_size, chunk_blocks, similarity, anchors)
+        self._memory = MemoryTier(Budget(ram_bytes, quota))
+        self._disk: DiskTier | None = None
+        disk_budget = Budget(disk_bytes, quota)
+        if directory is not None:
+            with self._lock:
+                self._disk = DiskTier(directory, disk_budget, max_backlog_bytes, self._lock, self)
+
+    def __enter__(self) -> "SegmentStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Chunks that can be found."""
+        return len(self._register)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._register
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Bytes of payload in host memory, without those that only wait to be written."""
+        return self._memory.budget.nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of the payload files, as far as this process knows."""
+        return self._disk.budget.nbytes if self._disk else 0
+
+    def index_nbytes(self) -> int:
+        """Host memory of the index in bytes."""
+        return self._register.nbytes()
+
+    def put(self, chunk: Chunk, payload: Payload) -> bool:
+        """Keep a chunk; its file is written later. A known one counts as used, and is written if it was not.
+
+        Args:
+            payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they are copied.
+        Returns:
+            Whether it was kept: False if it is known (and no better than before) or refused, which is counted.
+
+        Raises:
+            ValueError: chunk or payload are not of this form, or the store is closed.
+        """
+        if not self._register.can_hold(chunk):
+            given = f"{chunk.num_blocks} blocks of {chunk.block_size} tokens"
+            raise ValueError(f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens")
+        record = Record.of(chunk, payload, int8=self.int8)
+        with self._lock:
+            self._look_around()
+            known = self._register.get(chunk.key)
+            if known is not None and (self.int8 or not known.int8):
+                self.counts["known"] += 1
+                self._touch(chunk.key)
+                if self._disk and chunk.key not in self._disk and (held := self._memory.get(chunk.key)) is not None:
+                    self._disk.offer(known, held)  # once more
+                return False
+        try:
+            stored = record.pack(payload)
+        except ValueError:
+            with self._lock:
+                self.counts["non_finite"] += 1
+            return False
+        with self._lock:
+            if known is not None:
+                self._drop(chunk.key)  # the same as int8
+            return self._keep(record, stored)
+
+    def touch(self, key: bytes) -> bool:
+        """Note that a chunk was used; whether it is known."""
+        with self._lock:
+            self._check_open()
+            known = key in self._register
+            if known:
+                self._touch(key)
+            return known
+
+    def match(
+        self,
+        tokens: np.ndarray,
+        scope: bytes,
+        *,
+        free: np.ndarray | None = None,
+        require_clean_context: bool = False,
+        similar: bool = False,
+    ) -> list[Match]:
+        """What of a prompt is stored, at any offset: matches whose pages are block numbers.
+
+        Args: as of `VirtualBlockIndex.match`; `similar` finds near-duplicates, too, if the store was made for that.
+        """
+        with self._lock:
+            self._look_around()
+            return self._register.match(tokens, scope, free, require_clean_context, similar)
+
+    def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
+        """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was put, or -1."""
+        with self._lock:
+            self._look_around()
+            return self._register.prefix(chain_keys, scope)
+
+    def fetch(self, blocks: Sequence[int], scope: bytes) -> list[StoredBlock | None]:
+        """The blocks of these numbers, None for each that is gone or of another scope. Each chunk is read once."""
+        found: list[StoredBlock | None] = [None] * len(blocks)
+        with self._lock:
+            self._check_open()
+            places: dict[bytes, list[tuple[int, int]]] = {}
+            records: dict[bytes, Record] = {}
+            for at, block in enumerate(blocks):
+                if (held := self._register.find(block, scope)) is not None:
+                    records[held[0].key] = held[0]
+                    places.setdefault(held[0].key, []).append((at, held[1]))
+            for key in sorted(records, key=lambda key: key not in self._memory):  # before it is pushed out
+                record = records[key]
+                if (stored := self._load(record, len(places[key]))) is not None:
+                    for at, place in places[key]:
+                        found[at] = record.block(stored, place)
+        return found
+
+    def pin(self, key: bytes, pinned: bool = True) -> None:
+        """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is unknown."""
+        self.flush()
+        with self._lock:
+            self._check_known(key)
+            if self._disk and key in self._disk:
+                self._disk.pin(key, pinned)
+            else:
+                self._memory.budget.pin(key, pinned)
+        self.flush()
+
+    def drop(self, key: bytes) -> None:
+        """Forget a chunk everywhere. KeyError if it is unknown."""
+        with self._lock:
+            self._check_known(key)
+            self._drop(key)
+
+    def flush(self) -> None:
+        """Wait until all that was put is written."""
+        if self._disk and not self._closed:
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Write all that was put, then let the directory go. Nothing can be put or fetched any more."""
+        if not self._closed:
+            if self._disk:
+                self._disk.close()
+            self._closed = True
+
+    def appeared(self, record: Record) -> None:
+        """Told by the disk tier: `Owner.appeared`."""
+        self._memory.remove(record.key)
+        self._register.remove(record.key)
+        if self._register.can_hold(record.chunk):
+            self._register.add(record)
+        else:
+            self.counts["unusable"] += 1
+
+    def left(self, key: bytes) -> None:
+        """Told by the disk tier: `Owner.left`."""
+        if key not in self._memory and not (self._disk and key in self._disk):
+            self._register.remove(key)
+            self.counts["evicted"] += 1
+
+    def removed(self, key: bytes) -> None:
+        """Told by the disk tier: `Owner.removed`."""
+        self._memory.remove(key)
+        self._register.remove(key)
+
+    def _keep(self, record: Record, stored: dict[str, Tensor]) -> bool:
+        refusal = self._disk.offer(record, stored) if self._disk else "too_large"
+        victims = self._memory.put(record.key, record.chunk.scope, stored)
+        if refusal is not None and (self._disk or victims is None):
+            self.counts[refusal] += 1
+        if refusal is not None and victims is None:
+            return False
+        self._register.add(record)
+        self.counts["stored"] += 1
+        for key in victims or ():
+            self.left(key)
+        return True
+
+    def _load(self, record: Record, num_blocks: int) -> dict[str, Tensor] | None:
+        """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
+        key = record.key
+        self._touch(key)
+        if (stored := self._memory.get(key)) is not None:
+            self.counts["ram_hits"] += num_blocks
+            return stored
+        if self._disk is None or key not in self._disk:
+            return None  # pushed out of host memory by what was loaded just now
+        try:
+            stored = self._disk.read(key)
+        except BadPayload as bad:
+            self.counts[bad.reason] += 1
+            self._register.remove(key)
+            return None
+        self.counts["disk_hits"] += num_blocks
+        for victim in self._memory.put(key, record.chunk.scope, stored) or ():
+            self.left(victim)
+        return stored
+
+    def _touch(self, key: bytes) -> None:
+        self._memory.budget.touch(key)
+        if self._disk and key in self._disk:
+            self._disk.touch(key)
+
+    def _drop(self, key: bytes) -> None:
+        self.removed(key)
+        if self._disk:
+            self._disk.drop(key)
+
+    def _look_around(self) -> None:
+        self._check_open()
+        if self._disk:
+            self._disk.poll()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the segment store is closed")
+
+    def _check_known(self, key: bytes) -> None:
+        self._check_open()
+        if key not in self._register:
+            raise KeyError(f"no stored chunk has the key {key.hex()}")
