@@ -1,7 +1,6 @@
 """Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a prompt wants them."""
 
 import os
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.store import Chunk, SegmentStore, StoredBlock
+from kvgraft.segments.store import Chunk, SegmentStore, StoredBlock, consecutive
 
 
 class Tiers:
@@ -63,7 +62,7 @@ class Tiers:
         self.pool.release(held)
         self._write(pages, blocks)
         self.pool.keep(pages)
-        for run in _runs(blocks, self.pool.block_size):
+        for run in consecutive([(block.source, block.source_start) for block in blocks], self.pool.block_size):
             for block, page in zip(blocks[run], pages[run], strict=True):
                 if block.exact:
                     self.pool.publish(page, block.chain)
@@ -120,16 +119,3 @@ class Tiers:
         """The pool's tensors [streams, slots, d]."""
         named = dict(zip(("keys", "values"), self.cache.pools, strict=False))
         return named | {f"residual.{layer}": states[None] for layer, states in self.cache.residuals.items()}
-
-
-def _runs(blocks: Items[StoredBlock], size: int) -> Iterator[slice]:
-    """Stretches of consecutive blocks of one source."""
-    first = 0
-    for stop in range(1, len(blocks) + 1):
-        before = blocks[stop - 1]
-        if stop == len(blocks) or (before.source, before.source_start + size) != (
-            blocks[stop].source,
-            blocks[stop].source_start,
-        ):
-            yield slice(first, stop)
-            first = stop

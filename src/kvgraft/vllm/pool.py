@@ -1,6 +1,7 @@
 """vLLM's block pool as our own code sees pages: virtual and frozen blocks live in it, nothing is copied."""
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,15 @@ class SharedPool:
         """How many cached blocks of these hashes nobody holds: they count as free until vLLM takes them."""
         found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in block_hashes)
         return sum(block[0].ref_cnt == 0 for block in found if block)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take pages that nobody holds; ValueError if there are not so many."""
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
+
+    def name(self, page: int, block_hash: Any) -> None:
+        """Let vLLM find a page that we hold by this hash, as it finds its own."""
+        hashed = SimpleNamespace(block_hashes=[block_hash])
+        self._pool.cache_full_blocks(hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0)
 
     def acquire(self, pages: Iterable[int]) -> None:
         """Hold pages, so that they stay what they are."""

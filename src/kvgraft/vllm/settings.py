@@ -7,6 +7,7 @@ from typing import Any
 from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.segmentation import parse_match
+from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
 
 
@@ -23,6 +24,9 @@ class Settings:
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
         frozen_capacity: share of the pool that frozen blocks may take.
+        store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
+        store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0 and no store_dir: no store.
+        store_disk_gib, store_quota, store_int8: of the store, see `StoreOptions`.
         min_graft_tokens, min_graft_share: grafts below either (of the tokens that vLLM has no exact hit for) are not
             worth making the rest of the prompt approximate.
         document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
@@ -36,6 +40,11 @@ class Settings:
     require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
+    store_dir: str | None = None
+    store_ram_gib: float = 0.0
+    store_disk_gib: float = 16.0
+    store_quota: float = 1.0
+    store_int8: bool = False
     min_graft_tokens: int = 64
     min_graft_share: float = 0.1
     document_gib: float = 2.0
@@ -44,6 +53,14 @@ class Settings:
     def default(self) -> RequestOptions:
         """What requests get that say nothing."""
         return RequestOptions(parse_policy(self.policy), match_similar=parse_match(self.match) is not None)
+
+    @property
+    def store(self) -> StoreOptions | None:
+        """Where exact blocks go that vLLM may reclaim; None: nowhere. ValueError if that cannot be."""
+        if self.store_dir is None and not self.store_ram_gib:
+            return None
+        sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
+        return StoreOptions(self.store_dir, *sizes, self.store_int8)
 
     def exit_layers(self, num_layers: int) -> set[int]:
         """`exits`, and what the policy needs."""
@@ -79,6 +96,10 @@ class Settings:
             if not getattr(settings, name):
                 raise ValueError(f"{name} must be above 0")
         require_amount("document_gib", settings.document_gib)
+        if not (settings.store_dir is None or isinstance(settings.store_dir, str)):
+            raise ValueError(f"store_dir must be a path, got {settings.store_dir!r}")
+        require_amount("store_ram_gib", settings.store_ram_gib)
+        _ = settings.store
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
         for name in ("approximate_sources", "require_clean_context"):
             if not isinstance(getattr(settings, name), bool):

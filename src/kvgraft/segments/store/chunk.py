@@ -1,7 +1,7 @@
 """Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how they are stored."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -214,3 +214,13 @@ def specs(payload: Payload) -> dict[str, TensorSpec]:
 def nbytes(payload: Payload) -> int:
     """Memory that tensors take."""
     return sum(tensor.nbytes for tensor in payload.values())
+
+
+def consecutive(starts: Sequence[tuple[int, int]], size: int) -> Iterator[slice]:
+    """Stretches of blocks of one source that follow each other there, of (source, position of the first token) each."""
+    first = 0
+    for stop in range(1, len(starts) + 1):
+        source, start = starts[stop - 1]
+        if stop == len(starts) or starts[stop] != (source, start + size):
+            yield slice(first, stop)
+            first = stop

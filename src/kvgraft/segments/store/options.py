@@ -40,7 +40,11 @@ class StoreOptions:
             raise ValueError(f"int8 must be true or false, got {self.int8!r}")
 
     def open(
-        self, block_size: int, similarity: Similarity | None = None, anchors: Iterable[Sequence[int]] = ()
+        self,
+        block_size: int,
+        similarity: Similarity | None = None,
+        anchors: Iterable[Sequence[int]] = (),
+        chunk_blocks: int = 16,
     ) -> SegmentStore:
         """The store, for blocks of so many tokens; see `SegmentStore` for what it raises."""
         return SegmentStore(
@@ -50,6 +54,7 @@ class StoreOptions:
             disk_bytes=0 if self.directory is None else int(self.disk_gib * 2**30),
             quota=self.quota,
             int8=self.int8,
+            chunk_blocks=chunk_blocks,
             similarity=similarity,
             anchors=anchors,
         )

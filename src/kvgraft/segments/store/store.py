@@ -143,6 +143,12 @@ class SegmentStore:
                 self._drop(chunk.key)  # the same as int8
             return self._keep(record, stored)
 
+    def records(self) -> list[Record]:
+        """What can be found: chunks, and the form of their payload."""
+        with self._lock:
+            self._look_around()
+            return self._register.records()
+
     def touch(self, key: bytes) -> bool:
         """Note that a chunk was used; whether it is known."""
         with self._lock:
@@ -177,21 +183,21 @@ class SegmentStore:
 
     def fetch(self, blocks: Sequence[int], scope: bytes) -> list[StoredBlock | None]:
         """The blocks of these numbers, None for each that is gone or of another scope. Each chunk is read once."""
-        found: list[StoredBlock | None] = [None] * len(blocks)
         with self._lock:
             self._check_open()
-            places: dict[bytes, list[tuple[int, int]]] = {}
-            records: dict[bytes, Record] = {}
-            for at, block in enumerate(blocks):
-                if (held := self._register.find(block, scope)) is not None:
-                    records[held[0].key] = held[0]
-                    places.setdefault(held[0].key, []).append((at, held[1]))
-            for key in sorted(records, key=lambda key: key not in self._memory):  # before it is pushed out
-                record = records[key]
-                if (stored := self._load(record, len(places[key]))) is not None:
-                    for at, place in places[key]:
-                        found[at] = record.block(stored, place)
-        return found
+            return self._fetch([self._register.find(block, scope) for block in blocks])
+
+    def fetch_from(self, places: Sequence[tuple[bytes, int]]) -> list[StoredBlock | None]:
+        """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks."""
+        with self._lock:
+            self._check_open()
+            records = [(self._register.get(key), place) for key, place in places]
+            return self._fetch([(r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records])
+
+    def record(self, key: bytes) -> Record | None:
+        """The record of a chunk that can be found."""
+        with self._lock:
+            return self._register.get(key)
 
     def pin(self, key: bytes, pinned: bool = True) -> None:
         """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is unknown."""
@@ -254,6 +260,21 @@ class SegmentStore:
         for key in victims or ():
             self.left(key)
         return True
+
+    def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
+        found: list[StoredBlock | None] = [None] * len(wanted)
+        places: dict[bytes, list[tuple[int, int]]] = {}
+        records: dict[bytes, Record] = {}
+        for at, held in enumerate(wanted):
+            if held is not None:
+                records[held[0].key] = held[0]
+                places.setdefault(held[0].key, []).append((at, held[1]))
+        for key in sorted(records, key=lambda key: key not in self._memory):  # before it is pushed out
+            record = records[key]
+            if (stored := self._load(record, len(places[key]))) is not None:
+                for at, place in places[key]:
+                    found[at] = record.block(stored, place)
+        return found
 
     def _load(self, record: Record, num_blocks: int) -> dict[str, Tensor] | None:
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""

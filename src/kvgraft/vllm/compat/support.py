@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -41,6 +42,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         *_parallel_reasons(config),
         *_cache_reasons(config, kv_cache),
         *_residual_reasons(config),
+        *_store_reasons(config),
     ]
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
@@ -125,6 +127,12 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"the residual stream of layer {beyond[0]}: the model has fewer layers"
 
 
+def _store_reasons(config: VllmConfig) -> Iterator[str]:
+    events = config.kv_events_config
+    if Settings.of(config).store is not None and events is not None and events.enable_kv_cache_events:
+        yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
+
+
 def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
@@ -136,6 +144,24 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
         yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
+
+
+def model_identity(config: VllmConfig, *, lasting: bool) -> str:
+    """What tells this model's KV from others'. With `lasting` it holds after a restart, whatever lies at a path then.
+
+    Raises:
+        UnsupportedConfiguration: the checkpoint cannot be told from others.
+    """
+    model = config.model_config
+    if not lasting:
+        return f"{model.model}/{model.revision}/{model.dtype}"
+    if Path(model.model).is_dir():
+        checkpoint = load_config(model.model).identity
+    else:
+        checkpoint = getattr(model.hf_config, "_commit_hash", None) or ""
+    if not checkpoint:
+        raise UnsupportedConfiguration(f"a store must know the checkpoint: {model.model} is no directory")
+    return f"{checkpoint}/{model.dtype}/{config.parallel_config.world_size}"
 
 
 def model_rope(config: VllmConfig) -> Rope:

@@ -107,6 +107,11 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return self.worker_side.take_worker_metadata()
 
+    def shutdown(self) -> None:
+        """Write what has not been written yet."""
+        if self._worker_side is not None:
+            self._worker_side.close()
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its recovery."""
 

@@ -1,6 +1,7 @@
 """What responses and metrics say of the requests."""
 
 import logging
+from collections.abc import Mapping
 
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
@@ -52,6 +53,11 @@ class Accounts:
     def aborted(self) -> None:
         """The client of a graft has left before it was done."""
         self._stats.add("kvgraft:fallbacks_total", "aborted")
+
+    def stored(self, counts: Mapping[str, int]) -> None:
+        """What the workers' stores have done."""
+        for event, count in counts.items():
+            self._stats.add("kvgraft:store_total", event, count)
 
     def take(self, known: KnownText) -> Stats | None:
         """What happened since the last call."""

@@ -37,7 +37,7 @@ class KnownText:
     ) -> None:
         self.pool = SharedPool(kv_cache_manager.block_pool)
         self.index = VirtualBlockIndex(block_size, self.pool.is_live)
-        similarity = parse_match(settings.match)
+        self.cuts = similarity, anchors = parse_match(settings.match), list(anchors)
         self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
@@ -60,7 +60,7 @@ class KnownText:
             return kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self._match(tracked, tokens, free)
+        matches = self.match(tracked, tokens, free)
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
         if not plan.graft_targets.numel():
             return None
@@ -70,7 +70,7 @@ class KnownText:
     def documents(self, tracked: Tracked) -> tuple[range, ...]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
         tokens = np.array(tracked.token_ids[:-1], np.int64)
-        matches = self._match(tracked, tokens)
+        matches = self.match(tracked, tokens)
         spans = (range(match.start, match.start + match.length) for match in matches)
         return tuple(span for span in spans if len(span) >= self._shortest)
 
@@ -132,9 +132,21 @@ class KnownText:
             self.frozen.delete(entry.name, entry.namespace)
         return True
 
-    def _match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
-        wanted = isinstance(tracked.options, RequestOptions) and tracked.options.match_similar
-        index = self.similar if wanted and self.similar is not None else self.index
+    def matches_similar(self, tracked: Tracked) -> bool:
+        """Whether near-duplicates are grafted into a request, too."""
+        return isinstance(tracked.options, RequestOptions) and tracked.options.match_similar
+
+    def name(self, tokens: np.ndarray, pages: list[int], source: int, source_start: int, scope: bytes) -> None:
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
+        versions = self.pool.versions(pages)
+        at = (np.array(pages), versions)
+        ids = self.index.insert(tokens, *at, source=source, source_start=source_start, scope=scope)
+        if self.similar is not None:
+            self.similar.insert(ids, scope)
+
+    def match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
+        """What of a request's tokens int64 [T] is in vLLM's blocks and can be grafted where `free` bool [T] is set."""
+        index = self.similar if self.matches_similar(tracked) and self.similar is not None else self.index
         return index.match(
             tokens,
             tracked.scope,

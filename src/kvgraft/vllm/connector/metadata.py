@@ -1,32 +1,98 @@
 """What the two sides of the connector tell each other in every step."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvgraft.segments.store import Chunk, Record
 from kvgraft.vllm.recovery import Job, Outcome
+
+CHUNK_BLOCKS = 8  # of vLLM's size: what is stored as a unit
+
+
+@dataclass(frozen=True, eq=False)
+class Keep:
+    """Store what these blocks int [n] hold now; they are held until it has been read."""
+
+    chunk: Chunk
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Bring stored blocks back: `places` are (key of the chunk, block in it), `blocks` where each one goes."""
+
+    number: int
+    places: list[tuple[bytes, int]]
+    blocks: list[int]
+
+
+@dataclass
+class StoreOrders:
+    """Scheduler to the workers' stores. `idle`: the step computes nothing, so that there is time."""
+
+    keeps: list[Keep] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class StoreReport:
+    """The workers' stores to the scheduler; ranks may come to the same thing in different steps.
+
+    Attributes:
+        records: chunks that a rank can find from now on.
+        read: keys of chunks whose blocks a rank does not need any more.
+        loaded: number of a load, and which of its blocks have come back on a rank.
+        ready: ranks that have said all that their stores held when they were opened.
+        counts: what `SegmentStore.counts` has grown by.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    read: list[bytes] = field(default_factory=list)
+    loaded: list[tuple[int, list[bool]]] = field(default_factory=list)
+    ready: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def joined(self, other: "StoreReport") -> "StoreReport":
+        """Of several ranks."""
+        return StoreReport(
+            self.records + other.records,
+            self.read + other.read,
+            self.loaded + other.loaded,
+            self.ready + other.ready,
+            self.counts + other.counts,
+        )
 
 
 @dataclass
 class Metadata(KVConnectorMetadata):
     """Scheduler to workers: new jobs, requests that were aborted, the token-layers that this step may spend, and
-    whether documents that were read are to be forgotten."""
+    whether documents that were read are to be forgotten; and orders for the stores."""
 
     jobs: list[Job] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     budget: int = 0
     forget: bool = False
+    store: StoreOrders = field(default_factory=StoreOrders)
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how the recoveries that ended in this step went, by request id."""
+    """Worker to scheduler: how the recoveries that ended in this step went, by request id; and what the store did."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    store: StoreReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """All ranks compute the same tokens: one report stands for all, a failure on any rank counts."""
         if isinstance(other, WorkerMetadata):
             failed = {key: outcome for key, outcome in other.outcomes.items() if outcome.failure}
             self.outcomes |= failed
+            if self.store is None or other.store is None:
+                self.store = self.store or other.store
+            else:
+                self.store = self.store.joined(other.store)
         return self

@@ -19,10 +19,12 @@ from kvgraft.prefill.policies import Similar
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
+from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.tracked import Candidate, Tracked
+from kvgraft.vllm.connector.stored import StoredText
+from kvgraft.vllm.connector.tracked import NEVER, Candidate, Tracked
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, Outcome
 from kvgraft.vllm.settings import Settings
@@ -40,8 +42,9 @@ class SchedulerSide:
     def __init__(self, config: VllmConfig) -> None:
         self.settings = Settings.of(config)
         self.known: KnownText
+        self.stored: StoredText | None
         self._flow = program_of(config)
-        self._model = f"{config.model_config.model}/{config.model_config.revision}/{config.model_config.dtype}"
+        self._model = model_identity(config, lasting=self.settings.store is not None)
         self._block_size = int(config.cache_config.block_size)
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
@@ -65,11 +68,17 @@ class SchedulerSide:
         share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.frozen_capacity, share)
         self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
+        self.stored = StoredText(self.known, self._num_ranks) if self.settings.store else None
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
         """Let go of frozen text and of documents: they may be of old weights."""
         self._forgets = True
+        if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
+            self.stored.forget()
+            self._model += f"/{os.urandom(8).hex()}"
+            for tracked in self._requests.values():
+                tracked.num_stored = NEVER
         return self.known.clear()
 
     def _frozen_share(self, num_blocks: int) -> float:
@@ -88,8 +97,8 @@ class SchedulerSide:
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
             self._condense(tracked, options.policy)
 
-    def match(self, request: Any, num_prefix: int) -> tuple[int, bool]:
-        """How many tokens behind vLLM's exact hits this connector provides: all of them, or none.
+    def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
+        """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
 
         May be called in every step while a request waits. Sources are pinned here and unpinned at the end of the
         scheduling step if the request was not admitted.
@@ -98,6 +107,8 @@ class SchedulerSide:
         tracked = self._requests[request.request_id]
         self._offer_running()
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
+        if self._is_coming(tracked, num_prefix, num_missing):
+            return None, False
         self.known.make_room(tracked, num_missing)
         tracked.reason, tracked.candidate = self._choose(tracked, num_prefix, num_missing)
         tracked.report.stages["match"] = time.perf_counter() - started
@@ -147,6 +158,9 @@ class SchedulerSide:
         self._offered = False
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
+        if self.stored is not None:
+            metadata.store = self.stored.take_orders()
+            metadata.store.idle = not output.total_num_scheduled_tokens
         self._jobs, self._cancelled, self._forgets = [], set(), False
         return metadata
 
@@ -154,6 +168,9 @@ class SchedulerSide:
         """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
         reported = output.kv_connector_worker_meta
         outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
+        if self.stored is not None and isinstance(reported, WorkerMetadata) and reported.store is not None:
+            self.stored.on_report(reported.store)
+            self.accounts.stored(reported.store.counts)
         for request_id in output.finished_recving or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.recovering:
@@ -168,7 +185,7 @@ class SchedulerSide:
             return None
         del self._requests[tracked.id]
         if not tracked.whole:
-            self._offer(tracked, blocks, request.num_computed_tokens)
+            self._offer(tracked, blocks, request.num_computed_tokens, ended=True)
         if isinstance(tracked.options, Control):
             return {KEY: self.known.apply(tracked, blocks)} if request.num_output_tokens else None
         tracked.report.registered_blocks = tracked.num_sources
@@ -213,7 +230,7 @@ class SchedulerSide:
 
     def _is_busy(self) -> bool:
         """Whether blocks will come free without this request's doing."""
-        return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
+        return bool(self.stored and self.stored.num_held) or any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
 
     def _is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
@@ -282,8 +299,17 @@ class SchedulerSide:
                 if num_tokens // self._block_size > tracked.num_offered:
                     self._offer(tracked, self._manager.get_block_ids(tracked.id)[0], num_tokens)
 
-    def _offer(self, tracked: Tracked, blocks: list[int], num_computed: int) -> None:
+    def _offer(self, tracked: Tracked, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
         self.known.offer(tracked, blocks, min(num_computed, tracked.request.num_tokens))
+        if self.stored is not None:
+            self.stored.keep(tracked, blocks, ended=ended)
+
+    def _is_coming(self, tracked: Tracked, num_prefix: int, num_missing: int) -> bool:
+        """Whether the request should wait for stored blocks."""
+        if self.stored is None or tracked.refusal not in (None, "off", "policy_full"):
+            return False
+        spare = self.known.pool.num_free - num_missing - SPARE_BLOCKS
+        return self.stored.is_coming(tracked, num_prefix, spare, grafts=tracked.refusal is None)
 
 
 def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:

@@ -50,6 +50,8 @@ class Tracked:
         recovery: the admitted plan while the workers are at it.
         accounted: whether the metrics have counted it.
         num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
+        num_stored: leading blocks that the stores were offered.
+        load: number of the load that it waits or has waited for, or None before it has asked.
         num_sources: entries that this request added.
     """
 
@@ -71,6 +73,8 @@ class Tracked:
     num_offered: int = 0
     last_entry: int = -1
     num_sources: int = 0
+    num_stored: int = 0
+    load: int | None = None
     whole: tuple[int, ...] = ()
     documents: tuple[range, ...] = ()
     report: Report = field(default_factory=Report)

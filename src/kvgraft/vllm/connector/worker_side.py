@@ -10,6 +10,7 @@ from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
+from kvgraft.vllm.connector.store_side import StoreSide
 from kvgraft.vllm.recovery import Outcome, RecoveryQueue
 from kvgraft.vllm.settings import Settings
 
@@ -20,6 +21,7 @@ class WorkerSide:
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._queue: RecoveryQueue | None = None
+        self._store: StoreSide | None = None
         self._ended: dict[str, Outcome] = {}
         self._reported: dict[str, Outcome] = {}
 
@@ -32,6 +34,9 @@ class WorkerSide:
         host = ModelHost(runner, settings.exit_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         self._queue = RecoveryQueue(host, limit, library)
+        if settings.store is not None:
+            parallel = self._config.parallel_config
+            self._store = StoreSide(host, settings.store, parallel.rank, parallel.world_size)
 
     def step(self, metadata: Metadata) -> None:
         """Take what is new and spend the step's budget.
@@ -46,6 +51,8 @@ class WorkerSide:
         self._queue.add(metadata.jobs)
         self._queue.cancel(metadata.cancelled)
         self._ended |= self._queue.advance(metadata.budget)
+        if self._store is not None:
+            self._store.step(metadata.store)
 
     def take_results(self) -> KVConnectorTransferResults:
         """Requests whose blocks are complete; the failed ones among them are computed again by vLLM."""
@@ -56,4 +63,10 @@ class WorkerSide:
     def take_worker_metadata(self) -> WorkerMetadata | None:
         """How those of the last `take_results` went."""
         outcomes, self._reported = self._reported, {}
-        return WorkerMetadata(outcomes) if outcomes else None
+        store = self._store.take_report() if self._store is not None else None
+        return WorkerMetadata(outcomes, store) if outcomes or store else None
+
+    def close(self) -> None:
+        """Write what the store has not written yet."""
+        if self._store is not None:
+            self._store.close()

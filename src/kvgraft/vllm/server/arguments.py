@@ -31,6 +31,11 @@ SETTINGS = (  # of the connector, that have a flag
     "watermark",
     "frozen_capacity",
     "document_gib",
+    "store_dir",
+    "store_ram_gib",
+    "store_disk_gib",
+    "store_quota",
+    "store_int8",
 )
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
 _PREFIX = "kvgraft_"
@@ -94,6 +99,11 @@ def _make_parser() -> FlexibleArgumentParser:
     own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
     own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
     own.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
+    own.add_argument("--kvgraft-store-dir", help="Directory for exact blocks, which outlasts the server.")
+    own.add_argument("--kvgraft-store-ram-gib", type=float, help="Host memory for exact blocks that vLLM reclaims.")
+    own.add_argument("--kvgraft-store-disk-gib", type=float, help="Size of the store's directory.")
+    own.add_argument("--kvgraft-store-quota", type=float, help="Share of the store that one namespace may take.")
+    own.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
     own.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
     own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
     own.add_argument(

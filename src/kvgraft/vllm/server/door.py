@@ -1,6 +1,7 @@
 """What one server shares between its routes: keys, cache keys, the ledger, and the way into the engine."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from kvgraft.vllm.server.frozen import FrozenSegments
@@ -24,7 +25,8 @@ class FrontDoor:
         self.keyring = Keyring(Keys.of(args))
         self.settings = _settings(args)
         self.default = self.settings.default
-        self.salts = Salts()
+        store = self.settings.store
+        self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
         self.ledger = Ledger(self.keyring.tenants)
         self.segments = FrozenSegments(lambda: self.guard)
         self._guard: EngineGuard | None = None

@@ -5,8 +5,11 @@ import binascii
 import hashlib
 import hmac
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from kvgraft.segments.store.files import private_directory, write_file
 from kvgraft.vllm.server.keys import Keys
 
 LABEL_LENGTH = 8  # hexadecimal digits
@@ -86,10 +89,17 @@ class Keyring:
 
 
 class Salts:
-    """The cache keys of one server process. They mean nothing to another one, and nobody can guess them."""
+    """The cache keys of one server process, which nobody can guess.
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+    Args:
+        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing to another process.
+
+    Raises:
+        OSError: the directory cannot be used; PermissionError if others may read it.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._secret = secrets.token_bytes(32) if directory is None else _lasting_secret(directory)
 
     def of(self, tenant: Tenant, namespace: str = "", cache_salt: str | None = None) -> str:
         """The key under which a tenant's content is cached, narrowed by what the client chose; 64 hex digits."""
@@ -99,6 +109,18 @@ class Salts:
     def nobody(self) -> str:
         """A key that is never given out again, for a request without an owner: it shares nothing."""
         return secrets.token_hex(32)
+
+
+def _lasting_secret(directory: Path) -> bytes:
+    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first."""
+    path = private_directory(directory) / "secret"
+    with suppress(FileExistsError):
+        write_file(path, secrets.token_bytes(32))
+    if len(found := path.read_bytes()) != 32:
+        raise PermissionError(
+            f"{path} has {len(found)} bytes, not 32: remove it, and nothing that is stored is found again"
+        )
+    return found
 
 
 def shown_key(authorization: str | None, *, basic: bool) -> str | None:

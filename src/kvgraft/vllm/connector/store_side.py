@@ -1,0 +1,114 @@
+"""In each worker: its store of what leaves vLLM's blocks, read and written beside the steps."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvgraft.kv.cache import slots_of
+from kvgraft.segments.store import StoredBlock, StoreOptions
+from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
+
+KEPT_PER_STEP = 2  # chunks that a step copies to host memory while requests run
+Fetched = list[StoredBlock | None]
+
+
+class StoreSide:
+    """This rank's store.
+
+    Args:
+        options: where it is; each of several ranks has a directory of its own in there.
+    """
+
+    def __init__(self, host: ModelHost, options: StoreOptions, rank: int, num_ranks: int) -> None:
+        self._host = host
+        if options.directory is not None and num_ranks > 1:
+            options = replace(options, directory=Path(options.directory) / f"rank-{rank}")
+        self._store = options.open(host.block_size, chunk_blocks=CHUNK_BLOCKS)
+        self._keeps: deque[Keep] = deque()
+        self._reader = ThreadPoolExecutor(1, "kvgraft-store")
+        self._loads: list[tuple[Load, Future[Fetched]]] = []
+        self._told: Counter[str] = Counter()
+        self._report: StoreReport | None = StoreReport(records=self._store.records(), ready=1)
+
+    def step(self, orders: StoreOrders) -> None:
+        """Take orders; copy some blocks to host memory, and what has been read by now into its blocks."""
+        self._keeps += orders.keeps
+        for _ in range(len(self._keeps) if orders.idle else min(KEPT_PER_STEP, len(self._keeps))):
+            self._keep(self._keeps.popleft())
+        self._loads += [(load, self._reader.submit(self._store.fetch_from, load.places)) for load in orders.loads]
+        for load, future in [pair for pair in self._loads if pair[1].done()]:
+            self._reported.loaded.append((load.number, self._take_in(load, future.result())))
+            self._loads.remove((load, future))
+
+    def take_report(self) -> StoreReport | None:
+        """What has been done since the last time, if anything."""
+        counts = Counter(self._store.counts)
+        if counts != self._told:
+            self._reported.counts, self._told = counts - self._told, counts
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None:
+        """Write everything, and let the directory go."""
+        self._reader.shutdown()
+        self._store.close()
+
+    @property
+    def _reported(self) -> StoreReport:
+        if self._report is None:
+            self._report = StoreReport()
+        return self._report
+
+    def _keep(self, keep: Keep) -> None:
+        self._store.put(keep.chunk, self._read(keep.blocks.tolist()))
+        self._reported.read.append(keep.chunk.key)
+        if (record := self._store.record(keep.chunk.key)) is not None:
+            self._reported.records.append(record)
+
+    def _read(self, blocks: Sequence[int]) -> dict[str, Tensor]:
+        """What these blocks hold on this rank, in host memory: [streams, n, d] by name."""
+        host = self._host
+        slots = slots_of(blocks, host.block_size).to(host.device)
+        layers = [host.read(index, slots) for index in range(host.num_layers)]
+        keys, values = (torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1))
+        residuals = {_residual(layer): states[slots][None].cpu() for layer, states in host.residuals.states.items()}
+        return {"keys": keys, "values": values, **residuals}
+
+    def _take_in(self, load: Load, fetched: Fetched) -> list[bool]:
+        """Copy what was read into the blocks of the load; which of them have it."""
+        arrived = [block is not None and self._fits(block) for block in fetched]
+        host, found = self._host, [block for block, ok in zip(fetched, arrived, strict=True) if block and ok]
+        if not found:
+            return arrived
+        pages = [page for page, ok in zip(load.blocks, arrived, strict=True) if ok]
+        slots = slots_of(pages, host.block_size).to(host.device)
+        payload = {name: torch.cat([block.payload[name] for block in found], dim=1) for name in found[0].payload}
+        shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
+        keys, values = (payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values"))
+        for index in range(host.num_layers):
+            host.write(index, keys[index], values[index], slots)
+        for layer, states in host.residuals.states.items():
+            states[slots] = payload[_residual(layer)][0].to(states)
+        return arrived
+
+    def _fits(self, block: StoredBlock) -> bool:
+        """Whether a block has all that is kept of a token here."""
+        host, size = self._host, self._host.block_size
+        kv = (host.num_layers * host.num_kv_heads, size, host.head_dim)
+        wanted = {"keys": kv, "values": kv} | {
+            _residual(layer): (1, size, states.shape[1]) for layer, states in host.residuals.states.items()
+        }
+        return all(
+            name in block.payload and block.payload[name].shape == shape and block.payload[name].dtype == host.dtype
+            for name, shape in wanted.items()
+        )
+
+
+def _residual(layer: int) -> str:
+    return f"residual.{layer}"

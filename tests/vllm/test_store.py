@@ -1,0 +1,71 @@
+"""The segment store inside vLLM: blocks that were evicted, or computed by an earlier server, come back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgraft.segments.store import StoreDirectory
+
+pytestmark = pytest.mark.vllm
+ENGINE = Path(__file__).with_name("grafting_engine.py")
+NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "topk": 1.0}, {"reuse": "off"}
+SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
+KNOWN = np.random.default_rng(1).integers(10, 470, 600).tolist()
+MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
+
+
+def run(prompts: list[list[int]], options: list[dict[str, Any]], read: list[list[int]], **settings: Any) -> Any:
+    job = {"read": read, "prompts": prompts, "options": options, "engine": SMALL, "settings": settings}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def flood(seed: int) -> list[list[int]]:
+    """Texts that push all others out of the pool."""
+    return [np.random.default_rng(seed + n).integers(10, 470, 900).tolist() for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    """What is answered to both prompts without any reuse."""
+    return [answers[0]["tokens"] for answers in run([KNOWN, MOVED], [OFF], [])]
+
+
+def test_evicted_blocks_come_back_from_host_memory(plain: list[list[int]]):
+    read = [KNOWN, *flood(5)]
+    moved, known = run([MOVED, KNOWN], [NAIVE, EVERYTHING, OFF], read, store_ram_gib=1)
+    assert moved[0]["report"]["grafted_tokens"] == moved[1]["report"]["grafted_tokens"] >= 544
+    assert known[-1]["report"]["prefix_tokens"] == 576
+    assert [known[-1]["tokens"], moved[1]["tokens"]] == plain
+
+
+@pytest.mark.slow
+def test_without_a_store_they_are_gone():
+    [[without]] = run([MOVED], [NAIVE], [KNOWN, *flood(5)])
+    assert without["report"]["grafted_tokens"] == 0
+
+
+@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[int]], tmp_path: Path, int8: bool):
+    settings = {"store_dir": str(tmp_path / "store"), "store_int8": int8, "match": "similar:tau=0.4", "exits": [3]}
+    run([], [], [KNOWN], **settings)
+    with StoreDirectory(tmp_path / "store") as stored:
+        assert sum(len(row.record.chunk.tokens) for row in stored.list()) == 608  # with the answer
+    edited = [(token + 1) % 470 if place % 30 == 29 else token for place, token in enumerate(MOVED)]
+    options = [{"policy": "similar:layers=3,probe=0"}, EVERYTHING, OFF]
+    similar, moved, known = run([edited, MOVED, KNOWN], options, [], **settings)
+    assert similar[0]["report"]["grafted_tokens"] > 450
+    assert moved[0]["report"]["grafted_tokens"] >= 544
+    assert moved[1]["tokens"] == plain[1]
+    assert known[-1]["report"]["prefix_tokens"] == (0 if int8 else 576)
+    assert int8 or known[-1]["tokens"] == plain[0]
