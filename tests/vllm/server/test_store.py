@@ -1,4 +1,4 @@
-"""Tenants and the segment store, through HTTP: what one has sent is no hit for the other in any tier, and one for itself.
+"""Tenants and the segment store, through HTTP: what one has sent is no hit for the other in any tier; for itself it is.
 
 The same server is started twice on one directory; what is in the pool, in host memory and on disk is asked for in turn.
 """
@@ -50,10 +50,8 @@ def events(server: RunningServer) -> dict[str, float]:
     """What the store has counted."""
     with server.http(None) as client:
         lines = client.get("/metrics").text
-    return {
-        event: float(count)
-        for event, count in re.findall(r'kvgraft:store_total\{.*event="(\w+)".*\} ([\d.e+]+)', lines)
-    }
+    found = re.findall(r'kvgraft:store_total\{.*event="(\w+)".*\} ([\d.e+]+)', lines)
+    return {event: float(count) for event, count in found}
 
 
 def moved(document: str) -> str:

@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import Similar
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
@@ -25,6 +24,7 @@ from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.stored import StoredText
 from kvgraft.vllm.connector.tracked import NEVER, Candidate, Tracked
+from kvgraft.vllm.connector.wishes import Wishes
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, Outcome
 from kvgraft.vllm.settings import Settings
@@ -48,7 +48,6 @@ class SchedulerSide:
         self._block_size = int(config.cache_config.block_size)
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
-        self._exits = self.settings.exit_layers(self._num_layers)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
@@ -61,6 +60,8 @@ class SchedulerSide:
         self._forgets = False  # what the workers have read
         self._sources = itertools.count()
         self.accounts = Accounts()
+        exits = self.settings.exit_layers(self._num_layers)
+        self._wishes = Wishes(self.settings.default, self._num_layers, exits, self._num_ranks)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""
@@ -88,7 +89,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
         scope = scope_digest(self._model, request.cache_salt or "")
-        options, refusal = self._parse(request)
+        options, refusal = self._wishes.of(request)
         tracked = Tracked(request, options, scope, next(self._sources), refusal)
         self._requests[request.request_id] = tracked
         if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
@@ -195,20 +196,6 @@ class SchedulerSide:
         """What happened since the last call."""
         return self.accounts.take(self.known)
 
-    def _parse(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
-        """Options and, if it must not graft, the reason."""
-        default = self.settings.default
-        try:
-            given = (request.kv_transfer_params or {}).get(KEY, {})
-            if "control" in given:
-                return Control.parse(given["control"]), "control"
-            options = RequestOptions.parse(given, default)
-        except (ValueError, TypeError, AttributeError) as error:
-            logger.warning("request %s is served without reuse: %s", request.request_id, error)
-            return default, "invalid_params"
-        missing = set(options.policy.exits(self._num_layers)) - self._exits
-        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks)
-
     def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
         """A pinned plan, or why there is none."""
         if tracked.refusal is not None:
@@ -230,7 +217,9 @@ class SchedulerSide:
 
     def _is_busy(self) -> bool:
         """Whether blocks will come free without this request's doing."""
-        return bool(self.stored and self.stored.num_held) or any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
+        if self.stored is not None and self.stored.num_held:
+            return True
+        return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
 
     def _is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
@@ -310,22 +299,3 @@ class SchedulerSide:
             return False
         spare = self.known.pool.num_free - num_missing - SPARE_BLOCKS
         return self.stored.is_coming(tracked, num_prefix, spare, grafts=tracked.refusal is None)
-
-
-def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:
-    """Why a request must not graft, or None."""
-    keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
-    checks = {
-        "off": not options.reuse,
-        "policy_full": not (options.policy.uses_grafts or keeps),
-        # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
-        "tensor_parallel": num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
-        "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
-        "lora": request.lora_request is not None,
-        "multimodal": bool(request.mm_features),
-        "prompt_embeds": request.prompt_embeds is not None,
-        "prompt_logprobs": request.skip_reading_prefix_cache,
-        "pooling": request.pooling_params is not None,
-        "streaming_session": request.resumable,
-    }
-    return next((reason for reason, applies in checks.items() if applies), None)

@@ -1,0 +1,58 @@
+"""What a request wants of reuse, and why it must not have it."""
+
+import logging
+from collections.abc import Set
+from typing import Any
+
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.policies import Similar
+from kvgraft.vllm.options import KEY, Control, RequestOptions
+
+logger = logging.getLogger("kvgraft")
+
+
+class Wishes:
+    """Reads requests.
+
+    Args:
+        default: what those get that say nothing.
+        exits: layers of which the residual stream is kept.
+    """
+
+    def __init__(self, default: RequestOptions, num_layers: int, exits: Set[int], num_ranks: int) -> None:
+        self._default = default
+        self._num_layers = num_layers
+        self._exits = exits
+        self._num_ranks = num_ranks
+
+    def of(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
+        """Options and, if it must not graft, the reason. Wrong parameters are a reason, too."""
+        try:
+            given = (request.kv_transfer_params or {}).get(KEY, {})
+            if "control" in given:
+                return Control.parse(given["control"]), "control"
+            options = RequestOptions.parse(given, self._default)
+        except (ValueError, TypeError, AttributeError) as error:
+            logger.warning("request %s is served without reuse: %s", request.request_id, error)
+            return self._default, "invalid_params"
+        missing = set(options.policy.exits(self._num_layers)) - self._exits
+        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks)
+
+
+def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:
+    """Why a request must not graft, or None."""
+    keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
+    checks = {
+        "off": not options.reuse,
+        "policy_full": not (options.policy.uses_grafts or keeps),
+        # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
+        "tensor_parallel": num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
+        "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
+        "lora": request.lora_request is not None,
+        "multimodal": bool(request.mm_features),
+        "prompt_embeds": request.prompt_embeds is not None,
+        "prompt_logprobs": request.skip_reading_prefix_cache,
+        "pooling": request.pooling_params is not None,
+        "streaming_session": request.resumable,
+    }
+    return next((reason for reason, applies in checks.items() if applies), None)
