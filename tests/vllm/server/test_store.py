@@ -24,7 +24,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(directory: Path, log: Path) -> Any:
-    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--max-model-len", "4096"]
+    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--max-model-len", "3072"]
     arguments += ["--num-gpu-blocks-override", str(BLOCKS), "--kvgraft-match", "similar:tau=0.3"]
     arguments += ["--kvgraft-store-dir", str(directory), "--kvgraft-store-ram-gib", "1"]
     return running([sys.executable, *arguments], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN})
