@@ -172,6 +172,28 @@ def test_a_damaged_store_is_a_miss(model: Path, tmp_path: Path):
         assert torch.equal(again.first_logits, first.first_logits)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_that_vanish_after_they_were_listed_are_computed_and_counted(model: Path, tmp_path: Path, seed: int):
+    with start(model, on_disk(tmp_path)) as engine:
+        for text in range(4):
+            ask(engine, np.random.default_rng((text, 9)).integers(3, VOCAB_SIZE, 300).tolist())
+    rng = np.random.default_rng(seed)
+    with start(model, on_disk(tmp_path)) as engine:
+        paths = sorted((tmp_path / "store").rglob("*.safetensors"))
+        gone = [path for path in paths if rng.random() < 0.4]
+        for path in gone:
+            path.unlink()
+        assert engine.store is not None
+        for text in range(4):
+            prompt = [7, 8, 9, *np.random.default_rng((text, 9)).integers(3, VOCAB_SIZE, 300).tolist()]
+            result = ask(engine, prompt, EVERYTHING, remember=False)
+            expected = ask(engine, prompt, namespace="nobody else", remember=False)
+            assert float((result.first_logits - expected.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
+        assert engine.store.counts["missing"] == len(gone)
+        assert len(engine.store) == len(paths) - len(gone)
+        engine.check()
+
+
 def test_what_does_not_go_together_is_refused(model: Path):
     with pytest.raises(ValueError, match="quota"):
         StoreOptions(quota=2)

@@ -20,9 +20,13 @@ KNOWN = np.random.default_rng(1).integers(10, 470, 600).tolist()
 MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
 
 
-def run(prompts: list[list[int]], options: list[dict[str, Any]], read: list[list[int]], **settings: Any) -> Any:
-    job = {"read": read, "prompts": prompts, "options": options, "engine": SMALL, "settings": settings}
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+def run(
+    prompts: list[list[int]], options: list[dict[str, Any]], read: list[list[int]], ranks: int = 1, **settings: Any
+) -> Any:
+    engine = SMALL | {"tensor_parallel_size": ranks}
+    job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+    env = os.environ | cores | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
     )
@@ -69,3 +73,15 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
     assert moved[1]["tokens"] == plain[1]
     assert known[-1]["report"]["prefix_tokens"] == (0 if int8 else 576)
     assert int8 or known[-1]["tokens"] == plain[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
+def test_each_of_two_ranks_has_a_store_of_its_own(plain: list[list[int]], tmp_path: Path):
+    store = str(tmp_path / "store")
+    run([], [], [KNOWN], ranks=2, store_dir=store)
+    assert sorted(path.name for path in (tmp_path / "store").glob("rank-*")) == ["rank-0", "rank-1"]
+    moved, known = run([MOVED, KNOWN], [EVERYTHING, OFF], [], ranks=2, store_dir=store)
+    assert moved[0]["report"]["grafted_tokens"] >= 544
+    assert known[-1]["report"]["prefix_tokens"] == 576
+    assert [known[-1]["tokens"], moved[0]["tokens"]] == plain

@@ -1,0 +1,130 @@
+"""Verdicts on rows made by hand."""
+
+from math import isnan, nan
+
+import pytest
+from msgspec.structs import replace
+
+from kvgraft.engine.config import load_config
+from kvgraft.evaluate.agents.divergence import Row as Divergence
+from kvgraft.evaluate.agents.divergence import Segment
+from kvgraft.evaluate.agents.figures import summarise
+from kvgraft.evaluate.agents.inference import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    bootstrap,
+    bootstrap_share,
+    judge,
+    mcnemar,
+    rank_correlation,
+)
+from kvgraft.evaluate.agents.numerics import judge_reindexing
+from kvgraft.evaluate.agents.proposals import Proposal
+from kvgraft.evaluate.agents.reruns import compare
+from kvgraft.evaluate.agents.runner import Row
+from kvgraft.evaluate.agents.verdicts import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
+from kvgraft.testbed import MODEL_DIR
+
+ROW = Row(
+    suite="qa", variation="plain", seed=0, episode=0, step=0, condition="none", round=0, task="sum", expected="42",
+    answer="42", right=True, error=False, last=True, success=True, prompt=100, prefix=0, grafted=0, recomputed=0,
+    fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0, probed_segments=0,
+    rejected_segments=0, restored_blocks=0, fallback=None,
+)  # fmt: skip
+SEGMENT = Segment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
+STEP = Divergence("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
+
+
+def rows(condition: str, seconds: float, lost: int = 0, seeds: int = 4, episodes: int = 100) -> list[Row]:
+    """Episodes of one step, of which the first `lost` of every seed fail."""
+    return [
+        replace(ROW, condition=condition, seed=seed, episode=n, seconds=seconds * (1 + n % 3), success=n >= lost)
+        for seed in range(seeds)
+        for n in range(episodes)
+    ]
+
+
+def test_h1_on_known_ratios():
+    latency, success = judge_speed([*rows("none", 1.0), *rows("similar", 0.5)])
+    assert (latency.hypothesis, latency.condition, latency.count) == ("H1", "similar", 400)
+    assert (latency.value, latency.low, latency.high, latency.verdict) == (0.5, 0.5, 0.5, HOLDS)
+    assert latency.details["at most 0.5"] == HOLDS
+    assert isnan(float(latency.details["against prefix"]))
+    assert (success.value, success.verdict) == (0, HOLDS)
+    assert success.low == pytest.approx(-3 / 400)
+    slow, worse = judge_speed([*rows("none", 1.0), *rows("similar", 0.9, lost=5)])
+    assert (slow.value, slow.verdict) == (pytest.approx(0.9), FAILS)
+    assert (worse.value, worse.verdict) == (-0.05, FAILS)
+    assert (worse.details["lost"], worse.details["won"]) == (20, 0)
+    [_, few] = judge_speed([*rows("none", 1.0, episodes=5), *rows("similar", 0.9, episodes=5)])
+    assert few.verdict == UNDECIDED
+    assert judge_speed(rows("similar", 0.5)) == []
+
+
+def test_statistics():
+    assert mcnemar(0, 5) == mcnemar(5, 0) == 0.0625
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
+    assert mcnemar(1, 9) == pytest.approx(22 / 1024)
+    assert all(map(isnan, bootstrap([1.0, 2.0], ["one", "one"])))
+    assert bootstrap([1.0, 3.0, 2.0] * 9, list(range(27))) == bootstrap([1.0, 3.0, 2.0] * 9, list(range(27)))
+    low, high = bootstrap([1.0, 3.0] * 50, list(range(100)))
+    assert 1.5 < low < 2 < high < 2.5
+    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((0.9, 1.1))
+    assert judge(0.1, 0.2, below=0.3) == judge(0.1, 0.2, above=0.1) == HOLDS
+    assert judge(0.4, 0.5, below=0.3) == judge(0.1, 0.2, above=0.3) == FAILS
+    assert judge(0.2, 0.4, below=0.3) == judge(nan, nan, below=0.3) == UNDECIDED
+    assert rank_correlation([1, 2, 3, 9], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1)
+    assert isnan(rank_correlation([1, 2], [1, 2]))
+
+
+def test_figures_count_whole_episodes_only():
+    half = replace(ROW, condition="similar", last=False)
+    reused = replace(ROW, condition="similar", episode=1, grafted=60, fresh=40, flops=250, seconds=0.25)
+    none, similar = summarise([ROW, replace(ROW, episode=1), half, reused])
+    assert (none.episodes, none.faster, none.flops) == (2, 1, 1)
+    assert (similar.episodes, similar.grafted, similar.flops, similar.faster) == (1, 0.6, 0.25, 4)
+
+
+def test_h2_means_accepted_segments():
+    rejected = Segment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
+    small = Segment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
+    steps = [replace(STEP, seed=seed, segments=(SEGMENT, rejected, small)) for seed in range(3)]
+    [verdict] = judge_boundaries([*steps, replace(STEP, condition="similar:halo=16")])
+    assert (verdict.value, verdict.verdict, verdict.count) == (pytest.approx(0.02), HOLDS, 3)
+    assert (verdict.details["accepted"], verdict.details["rejected below"]) == (0.5, 1)
+    far = [replace(one, segments=(replace(SEGMENT, final=0.4),)) for one in steps]
+    assert judge_boundaries(far)[0].verdict == FAILS
+
+
+def test_h3_counts_what_is_right_by_alignment_and_by_kl():
+    proposals = (Proposal(0, 64, 0.9, 0.01), Proposal(0, 64, 0.5, 0.3), Proposal(0, 64, 0.4), Proposal(9, 99, 0.8))
+    steps = [replace(STEP, seed=seed, proposals=proposals) for seed in range(4)]
+    aligned, near = judge_retrieval([*steps, replace(STEP, condition="similar:halo=0")])
+    assert (aligned.value, aligned.count, aligned.verdict) == (0.75, 16, HOLDS)
+    assert (near.value, near.count, near.verdict) == (0.5, 8, FAILS)
+    assert aligned.details == {"tau": 0.8, "recall of known text": 0.6}
+
+
+def test_h4_rotations_are_exact_and_fallbacks_are_compared():
+    config = load_config(MODEL_DIR)
+    exact, rounded = judge_reindexing(config.rope, 512)
+    assert exact.verdict == rounded.verdict == HOLDS
+    assert exact.value < 1e-6 < rounded.value
+    steps = [replace(STEP, seed=seed) for seed in range(3)]
+    [worst] = judge_fallbacks((), [*steps, replace(STEP, seed=2, kl=0.2, trusting=0.9)])
+    assert (worst.value, worst.verdict) == (pytest.approx(-(0.2 + 0.2 + 0.7) / 3), HOLDS)
+    assert (worst.details["worst"], worst.details["probe off"]) == (0.2, 0.9)
+    every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe=0", 1.0, lost=50)]
+    success, _ = judge_fallbacks(every, steps)
+    assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == ("H4", HOLDS, 0.5)
+
+
+def test_reruns_are_compared_by_their_answers():
+    reruns = [replace(ROW, round=n, answer=answer) for n, answer in enumerate(("42", "42", "12", "42"))]
+    [one] = compare(reruns)
+    assert (one.reruns, one.from_none) == (4, 0)
+    assert one.distance == pytest.approx(0.5 * 3 / 6)
+    assert one.entropy == pytest.approx(0.5623, abs=1e-3)
+    with pytest.raises(ValueError, match="at least 2 rounds"):
+        compare(reruns[:1])
