@@ -20,6 +20,7 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
+from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate import compare as comparison
@@ -27,6 +28,7 @@ from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.prompt import parse_markers, render_chat
+from kvgraft.segments.store import StoreOptions
 from kvgraft.testbed import MODEL_DIR
 
 
@@ -88,6 +90,8 @@ def generate(
     kv_gib: KvOption = 2.0,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
+    store: Annotated[Path | None, typer.Option(help="Directory where later calls find what this one reads.")] = None,
+    store_gib: Annotated[float | None, typer.Option(help="Size of it at most.", show_default="16")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
@@ -97,26 +101,19 @@ def generate(
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_text(path) for path in read or []]
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
-    if chat:
-        text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
-    with progress_bar(progress_console, "reading") as on_progress:
-        for number, earlier in enumerate(known, 1):
-            engine.generate([Request(parse_markers(earlier), "full", SamplingParams(max_tokens=1), namespace)])
-            on_progress(number, len(known))
-    request = Request(parse_markers(text), policy, sampling, namespace)
-    final: Result | None = None
-    for event in engine.stream([request]):
-        if not as_json:
-            print(event.text, end="", flush=True)
-        final = event.result or final
-    if final is None or final.error:
-        raise ValueError(final.error if final and final.error else "the engine gave no answer")
+    settings = {"head_map": head_map, "head_paging": head_paging, "store": _store_options(store, store_gib)}
+    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings) as engine:
+        if chat:
+            text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
+        num_restored = _read_first(engine, known, namespace)
+        final = _answer(engine, Request(parse_markers(text), policy, sampling, namespace), echo=not as_json)
+    num_restored += final.report.counts["restored_blocks"]
     if as_json:
-        print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report})
+        restored = {} if store is None else {"restored_blocks": num_restored}
+        print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report} | restored)
     else:
         print()
-        _print_report(final)
+        _print_report(final, None if store is None else num_restored)
 
 
 @app.command()
@@ -185,13 +182,44 @@ def _read_text(path: Path | None) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _print_report(result: Result) -> None:
+def _store_options(directory: Path | None, size_gib: float | None) -> StoreOptions | None:
+    if directory is None and size_gib is not None:
+        raise ValueError(f"--store-gib {size_gib} is the size of --store: give that, too")
+    return None if directory is None else StoreOptions(directory, disk_gib=16.0 if size_gib is None else size_gib)
+
+
+def _read_first(engine: Engine, texts: list[str], namespace: str) -> int:
+    """Make the model read texts; returns how many blocks of them came back from the store."""
+    num_restored, sampling = 0, SamplingParams(max_tokens=1)
+    with progress_bar(progress_console, "reading") as on_progress:
+        for number, text in enumerate(texts, 1):
+            [result] = engine.generate([Request(parse_markers(text), "full", sampling, namespace)])
+            num_restored += result.report.counts["restored_blocks"]
+            on_progress(number, len(texts))
+    return num_restored
+
+
+def _answer(engine: Engine, request: Request, *, echo: bool) -> Result:
+    """Answer a request, with `echo` onto stdout as it goes."""
+    final: Result | None = None
+    for event in engine.stream([request]):
+        if echo:
+            print(event.text, end="", flush=True)
+        final = event.result or final
+    if final is None or final.error:
+        raise ValueError(final.error if final and final.error else "the engine gave no answer")
+    return final
+
+
+def _print_report(result: Result, num_restored: int | None) -> None:
+    """One line; blocks that came back from a store, if there is one."""
     report = result.report
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
     console.print(
         f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} prefix + "
         f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + {report.fresh_tokens} fresh; "
         f"first token after {1e3 * report.ttft_s:.1f} ms ({stages})"
+        + ("" if num_restored is None else f"; {num_restored} blocks restored")
         + (f"; fell back to full: {report.fallback}" if report.fallback else "")
         + "[/dim]"
     )

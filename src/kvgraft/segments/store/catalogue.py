@@ -29,7 +29,7 @@ _SELECT = "SELECT id, key, record, num_bytes, digest, pinned, created, used FROM
 _DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class CatalogueDamaged(Exception):
+class CatalogueDamaged(OSError):
     """The file is no catalogue of ours, or no longer."""
 
 

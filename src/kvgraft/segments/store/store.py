@@ -1,5 +1,6 @@
 """Tiers below device memory for the KV of text that was read: host memory, and a directory that outlasts us."""
 
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.budget import Budget
+from kvgraft.segments.store.catalogue import CatalogueDamaged
 from kvgraft.segments.store.chunk import Chunk, Payload, Record, StoredBlock
 from kvgraft.segments.store.disk import DiskTier
 from kvgraft.segments.store.files import BadPayload
@@ -56,7 +58,7 @@ class SegmentStore:
         ram_bytes: int,
         directory: Path | None = None,
         disk_bytes: int = 0,
-        quota: float = 0.5,
+        quota: float = 1.0,
         int8: bool = False,
         chunk_blocks: int = 16,
         max_backlog_bytes: int = 1 << 30,
@@ -76,8 +78,11 @@ class SegmentStore:
         self._disk: DiskTier | None = None
         disk_budget = Budget(disk_bytes, quota)
         if directory is not None:
-            with self._lock:
-                self._disk = DiskTier(directory, disk_budget, max_backlog_bytes, self._lock, self)
+            try:
+                with self._lock:
+                    self._disk = DiskTier(directory, disk_budget, max_backlog_bytes, self._lock, self)
+            except (CatalogueDamaged, sqlite3.Error) as error:
+                raise CatalogueDamaged(f"the catalogue of {directory} cannot be used: {error}") from error
 
     def __enter__(self) -> "SegmentStore":
         return self
