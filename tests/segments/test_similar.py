@@ -266,3 +266,19 @@ def test_options() -> None:
     for wrong in ("exact:tau=1", "close", "similar:tau=2", "similar:wide=1", "similar:window=3", "similar:min_run=0"):
         with pytest.raises(ValueError, match=r"match|tau|window|min_run"):
             parse_match(wrong)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_of_eight_chunks_are_found_after_half_a_percent_of_edits(seed: int) -> None:
+    """Caches that match whole chunks of 256 tokens find none of these that was edited, nor any that was shifted."""
+    library = Library()
+    chunks = [text(100 * seed + number, 256) for number in range(8)]
+    for chunk in chunks:
+        library.read(chunk)
+    edited = [edit(chunk, 0.005, seed + number) for number, chunk in enumerate(chunks)]
+    prompt = np.concatenate([text(9, 7), *edited[::-1]])
+    covered = np.zeros(len(prompt), bool)
+    for match in library.index.match(prompt, SCOPE):
+        covered[match.start : match.start + match.length] = True
+    parts = np.split(covered[7:], np.cumsum([len(part) for part in edited[::-1]])[:-1])
+    assert min(float(part.mean()) for part in parts) > 0.9
