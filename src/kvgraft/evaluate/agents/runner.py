@@ -1,0 +1,223 @@
+"""The experiment: agents under all conditions in turn, one line of JSON for each step, resumable.
+
+The cache of a condition is a part of it, so the unit that is repeated after an interruption is a seed: its episodes
+are read again, in order, and only steps that the file does not hold yet are written.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvgraft import __version__
+from kvgraft.engine.request import Result
+from kvgraft.evaluate.agents.asking import Agent, sampling_of
+from kvgraft.evaluate.agents.conditions import Condition
+from kvgraft.evaluate.agents.episodes import SUITES, Episode, make_episodes
+from kvgraft.evaluate.agents.loop import EpisodeResult, run_episode
+from kvgraft.evaluate.agents.variation import Variation
+from kvgraft.evaluate.lines import read_lines
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.segments.prompt import Part
+
+CONFIG, ROWS = "agents.json", "steps.jsonl"
+PLAIN, ADVERSARIAL = "plain", "adversarial"
+VARIATIONS = {PLAIN: Variation(), ADVERSARIAL: Variation(changed_notes=1.0)}
+"""How prompts nearly repeat; `adversarial` ones change every note, so that all facts that depend on one do, too."""
+
+World = tuple[str, str, int]
+"""(suite, variation, seed): what an engine and its cache live for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run. All but seeds, episodes, rounds and conditions must be what it was when a directory is continued.
+
+    Attributes:
+        rounds: times that a seed is run, each with empty caches; sampled rounds draw differently.
+        num_pages: of each engine's pool; what does not fit is evicted, least recently used first.
+
+    Raises:
+        ValueError: an unknown name, a number below 1, or nothing to run.
+    """
+
+    suites: tuple[str, ...]
+    seeds: tuple[int, ...]
+    conditions: tuple[Condition, ...]
+    episodes: int = 10
+    rounds: int = 1
+    variations: tuple[str, ...] = (PLAIN,)
+    sampling: str = "greedy"
+    num_pages: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("suite", self.suites, SUITES), ("variation", self.variations, tuple(VARIATIONS))):
+            if unknown := [one for one in given if one not in known]:
+                raise ValueError(f"unknown {name} {unknown[0]!r}: choose from {', '.join(known)}")
+        for name in ("suites", "seeds", "conditions", "variations"):
+            if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name} must be one or more, none of them twice, got {getattr(self, name)}")
+        for name in ("episodes", "rounds", "num_pages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        sampling_of(self.sampling, 0, 0, 0, 0)
+
+    @property
+    def worlds(self) -> list[World]:
+        """All that is run, in order."""
+        return list(product(self.suites, self.variations, self.seeds))
+
+    def describe(self) -> dict[str, Any]:
+        """What a directory can hold one kind of only."""
+        approximate = {condition.approximate_sources for condition in self.conditions}
+        return {"sampling": self.sampling, "num_pages": self.num_pages, "approximate_sources": sorted(approximate)}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One step. Tokens as in `Report`; `matched` ones stand in earlier prompts.
+
+    Attributes:
+        round: from 0; each began with empty caches.
+        expected, answer, right, error: as in `StepRow`.
+        last, success: whether it ends the episode; whether the episode's final answer is right.
+        seconds: until the answer was there, matching included.
+        rejected: tokens that a probe did not trust.
+        probed_segments, rejected_segments: that a probe has looked at, and of these.
+    """
+
+    suite: str
+    variation: str
+    seed: int
+    episode: int
+    step: int
+    condition: str
+    round: int
+    task: str
+    expected: str
+    answer: str
+    right: bool
+    error: bool
+    last: bool
+    success: bool
+    prompt: int
+    prefix: int
+    grafted: int
+    recomputed: int
+    fresh: int
+    matched: int
+    computed: float
+    flops: int
+    ttft_s: float
+    seconds: float
+    stages: dict[str, float]
+    rejected: int
+    probed_segments: int
+    rejected_segments: int
+    restored_blocks: int
+    fallback: str | None
+
+    @property
+    def world(self) -> World:
+        return self.suite, self.variation, self.seed
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self.world, self.round, self.condition, self.episode, self.step)
+
+
+def run(
+    settings: Settings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
+) -> list[Row]:
+    """Run what the directory does not hold yet, and return all rows of it. Conditions answer in turns, episode by
+    episode, and every episode begins with another one, so that whatever else the machine does hits all alike.
+
+    Args:
+        engine: arguments of all engines.
+
+    Raises:
+        ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
+    """
+    check_config(directory, {**settings.describe(), "model": str(model), **engine})
+    rows = {row.key: row for row in read_rows(directory)}
+    units = list(product(settings.worlds, range(settings.rounds)))
+    total = len(units) * settings.episodes
+    with (directory / ROWS).open("ab") as file:
+        for unit, (world, turn) in enumerate(units):
+            left = [c for c in settings.conditions if not _is_complete(rows, settings, world, turn, c)]
+            agents = [Agent(c, c.open(model, num_pages=settings.num_pages, **engine)) for c in left]
+            for number in range(settings.episodes):
+                for row in _episode(settings, world, turn, number, agents) if agents else ():
+                    if row.key not in rows:
+                        rows[row.key] = row
+                        file.write(msgspec.json.encode(row) + b"\n")
+                file.flush()
+                if on_progress is not None:
+                    on_progress(unit * settings.episodes + number + 1, total)
+            for agent in agents:
+                agent.engine.close()
+    return list(rows.values())
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The rows of an experiment."""
+    return read_lines(directory / ROWS, Row)
+
+
+def episodes_of(world: World, count: int) -> tuple[Episode, ...]:
+    """The episodes of a world."""
+    suite, variation, seed = world
+    return make_episodes(suite, seed, count, VARIATIONS[variation])
+
+
+def check_config(directory: Path, config: dict[str, Any]) -> None:
+    """Write the configuration of a directory, or compare it with the one that is there; ValueError if they differ."""
+    config, path = {"kvgraft": __version__, **config}, directory / CONFIG
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config, indent=2) + "\n")
+        return
+    found = json.loads(path.read_text())
+    if differing := [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]:
+        changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
+        raise ValueError(f"{directory} holds an experiment with other settings ({changes}): choose another --out")
+
+
+def _is_complete(
+    rows: dict[tuple[object, ...], Row], settings: Settings, world: World, turn: int, one: Condition
+) -> bool:
+    """Whether the file holds the last step of every episode of one condition."""
+    episodes = episodes_of(world, settings.episodes)
+    return all((*world, turn, one.name, n, len(e.plan.steps) - 1) in rows for n, e in enumerate(episodes))
+
+
+def _episode(settings: Settings, world: World, turn: int, number: int, agents: Sequence[Agent]) -> Iterator[Row]:
+    """One episode under all conditions that are left."""
+    episode, first = episodes_of(world, settings.episodes)[number], (number + turn) % len(agents)
+    for agent in (*agents[first:], *agents[:first]):
+
+        def answer(parts: Sequence[Part], step: int, agent: Agent = agent) -> Result:
+            return agent.ask(parts, sampling_of(settings.sampling, world[2], number, turn, step))
+
+        agent.took.clear()
+        result = run_episode(answer, episode)
+        yield from _rows(result, (*world, number, agent.condition.name, turn), agent.took)
+
+
+def _rows(result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[float, int]]) -> Iterator[Row]:
+    suite, variation, seed, number, condition, turn = where
+    for step, (one, (seconds, matched)) in enumerate(zip(result.steps, took, strict=True)):
+        if one.result is None:
+            raise TypeError(f"step {step} of {result.name} was not answered by an engine")
+        report = one.result.report
+        counts = report.counts
+        yield Row(
+            suite, variation, seed, number, step, condition, turn, result.task, one.expected, one.answer, one.right,
+            one.error, step == len(result.steps) - 1, result.success, report.prompt_tokens, report.prefix_tokens,
+            report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens, matched, report.computed_share,
+            report.flops, report.ttft_s, seconds, report.stages, counts["rejected_tokens"], counts["probed_segments"],
+            counts["rejected_segments"], counts["restored_blocks"], report.fallback,
+        )  # fmt: skip
