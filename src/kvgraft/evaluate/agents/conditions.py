@@ -61,7 +61,7 @@ class Condition:
         )  # fmt: skip
 
 
-def _similar(name: str = "similar", changed: Mapping[str, float] | None = None, **store: bool) -> Condition:
+def _similar(name: str = "similar", changed: Mapping[str, float | str] | None = None, **store: bool) -> Condition:
     """Ours-base as published but for options of the policy, or of the matching, that are changed."""
     changed = changed or {}
     policy = {option: value for option, value in changed.items() if hasattr(Similar, option)}
@@ -106,6 +106,7 @@ def _ablations() -> Iterator[Condition]:
                 yield _similar(name, {option: value})
     yield _similar(PROBE_OFF, {"probe": 0})
     yield _similar("similar:probe=8", {"probe": 8})
+    yield _similar("similar:probe_at=exit", {"probe_at": "exit"})
     yield _similar("similar:context=0.0", {"context": 0.0})
     yield _similar("similar:store", store=True)
     yield _similar("similar:int8", store=True, int8=True)

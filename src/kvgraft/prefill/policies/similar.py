@@ -1,14 +1,16 @@
 """Cross-query segment reuse: the lower layers of near-duplicates are reused, the upper ones computed."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers
+from kvgraft.methods import count_layers, require_amount, require_at_least, require_choice, require_layers
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+
+ProbeAt = Literal["output", "exit"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Similar(Policy):
     halo: int = 8  # tokens computed at each edge of a segment (h)
     probe: int = 1  # tokens at each edge of a segment whose logits are compared; 0: no probe
     max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
+    probe_at: ProbeAt = "output"  # logits after all layers, or those that what enters the exit layer would give
 
     def __post_init__(self) -> None:
         require_layers("layers", self.layers)
         require_at_least("halo", self.halo, 0)
         require_at_least("probe", self.probe, 0)
         require_amount("max_kl", self.max_kl)
+        require_choice("probe_at", self.probe_at, get_args(ProbeAt))
 
     def exits(self, num_layers: int) -> tuple[int, ...]:
         """The layer above those that are reused."""
@@ -53,33 +57,40 @@ class Similar(Policy):
             return computed.joined(stored.only(reused))
 
         reused = ctx.plan.grafted & ~ctx.plan.edges(self.halo)
-        entering = enter(reused)
+        entering, probed = enter(reused), self._probed(ctx, reused)
+        if self.probe_at == "exit" and probed.any():
+            rejected = self._rejected(ctx, stored.only(probed), entering.only(probed), reused)
+            if rejected.any():
+                entering = enter(reused & ~rejected)
         hidden = ctx.run(top, entering)
-        rejected = self._rejected(ctx, top, entering, hidden, stored, reused)
-        if not rejected.any():
-            return hidden
-        ctx.reject(rejected)
-        return ctx.run(top, enter(reused & ~rejected))
+        if self.probe_at == "output" and probed.any():
+            grafted = ctx.run(top, stored.only(probed))
+            ctx.run(top, entering.only(probed))  # their KV is again what was computed
+            rejected = self._rejected(ctx, grafted, hidden.only(probed), reused)
+            if rejected.any():
+                hidden = ctx.run(top, enter(reused & ~rejected))
+        return hidden
 
-    def _rejected(
-        self, ctx: PrefillContext, top: range, entering: Hidden, hidden: Hidden, stored: Hidden, reused: Tensor
-    ) -> Tensor:
-        """bool [T]: the segments whose boundary tokens come out otherwise with the residual stream of their source than
-        they did computed (`hidden`)."""
-        plan, segments = ctx.plan, ctx.plan.segments
-        count = int(segments.max()) + 1
+    def _probed(self, ctx: PrefillContext, reused: Tensor) -> Tensor:
+        """bool [T]: the outermost tokens of the segments of which something is reused."""
+        segments = ctx.plan.segments
+        return ctx.plan.edges(min(self.probe, self.halo)) & torch.isin(segments, segments[reused])
+
+    def _rejected(self, ctx: PrefillContext, grafted: Hidden, computed: Hidden, reused: Tensor) -> Tensor:
+        """bool [T]: the segments of which the logits of the probed tokens differ too much, with what their source had
+        and with what was computed here; counted."""
+        segments = ctx.plan.segments
+        there, here = (ctx.logits(hidden).log_softmax(-1) for hidden in (grafted, computed))
+        divergence = F.kl_div(there, here, reduction="none", log_target=True).sum(-1).cpu()  # KL(here, there)
+        numbers, count = segments[computed.where], int(segments.max()) + 1
+        means = torch.zeros(count).index_add_(0, numbers, divergence) / numbers.bincount(minlength=count)
         trusted = torch.zeros(count + 1, dtype=torch.bool)  # the last one stands for tokens of no segment
         trusted[segments[reused]] = True
-        probed = plan.edges(min(self.probe, self.halo)) & trusted[segments]
-        if not probed.any():
-            return probed
-        grafted = ctx.logits(ctx.run(top, stored.only(probed))).log_softmax(-1)
-        computed = ctx.logits(hidden.only(probed)).log_softmax(-1)
-        ctx.run(top, entering.only(probed))  # their KV is again what was computed
-        divergence = F.kl_div(grafted, computed, reduction="none", log_target=True).sum(-1).cpu()
-        numbers = segments[probed]
-        means = torch.zeros(count + 1).index_add_(0, numbers, divergence) / numbers.bincount(minlength=count + 1)
-        rejected = trusted & ~(means <= self.max_kl)  # also what is not finite
+        bad = trusted.clone()
+        bad[:-1] &= ~(means <= self.max_kl)  # also what is not finite
         ctx.counts["probed_segments"] += int(trusted.sum())
-        ctx.counts["rejected_segments"] += int(rejected.sum())
-        return rejected[segments]
+        ctx.counts["rejected_segments"] += int(bad.sum())
+        rejected = bad[segments]
+        if rejected.any():
+            ctx.reject(rejected)
+        return rejected
