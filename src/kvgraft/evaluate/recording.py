@@ -1,5 +1,6 @@
 """A policy that runs another one and notes what it does: which tokens each layer computed, how they were scored."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -30,15 +31,10 @@ class Record:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded(Policy):
-    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of a dense pass."""
-
-    name: ClassVar[str] = "recorded"
+class Wrapped(Policy):
+    """Another policy, about whose passes a subclass does something."""
 
     policy: Policy
-    record: Record = field(default_factory=Record)
-    keep_cache: bool = False
-    score_layers: bool = False
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -64,17 +60,32 @@ class Recorded(Policy):
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """As the policy does."""
-        return self._watch(self.policy.recover, ctx)
+        return self.around(self.policy.recover, ctx)
 
     def recompute(self, ctx: PrefillContext) -> Hidden:
         """As the policy does."""
-        return self._watch(self.policy.recompute, ctx)
+        return self.around(self.policy.recompute, ctx)
 
-    def _watch(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
+    @abstractmethod
+    def around(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
+        """Run a pass of the policy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded(Wrapped):
+    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of a dense pass."""
+
+    name: ClassVar[str] = "recorded"
+
+    record: Record = field(default_factory=Record)
+    keep_cache: bool = False
+    score_layers: bool = False
+
+    def around(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
         record = self.record
         record.plan = ctx.plan
         record.computed = torch.zeros(ctx.num_layers, ctx.plan.num_tokens, dtype=torch.bool)
-        hidden = recover(_Recording(ctx, record, self.score_layers))
+        hidden = recover(Recording(ctx, record, self.score_layers))
         if self.keep_cache:
             everything = torch.ones(ctx.plan.num_tokens, dtype=torch.bool)
             layers = range(ctx.num_layers)
@@ -83,7 +94,7 @@ class Recorded(Policy):
         return hidden
 
 
-class _Recording(PrefillContext):
+class Recording(PrefillContext):
     """Another context, watched."""
 
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:

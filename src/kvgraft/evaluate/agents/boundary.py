@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.evaluate.recording import Record, _Recording
+from kvgraft.evaluate.recording import Record, Recording, Wrapped
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
 
@@ -41,32 +41,14 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Watched(Policy):
+class Watched(Wrapped):
     """Runs `policy`, and keeps what is seen at the boundary tokens."""
 
     name: ClassVar[str] = "watched"
 
-    policy: Policy
     seen: Seen = field(default_factory=Seen)
 
-    @property
-    def uses_grafts(self) -> bool:  # type: ignore[override]
-        """As the policy does."""
-        return self.policy.uses_grafts
-
-    def exits(self, num_layers: int) -> tuple[int, ...]:
-        """As the policy does."""
-        return self.policy.exits(num_layers)
-
-    def recover(self, ctx: PrefillContext) -> Hidden:
-        """As the policy does."""
-        return self._watch(self.policy.recover, ctx)
-
-    def recompute(self, ctx: PrefillContext) -> Hidden:
-        """As the policy does; there are no segments then."""
-        return self._watch(self.policy.recompute, ctx)
-
-    def _watch(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
+    def around(self, recover: Callable[[PrefillContext], Hidden], ctx: PrefillContext) -> Hidden:
         seen = self.seen
         seen.plan, seen.edges = ctx.plan, ctx.plan.edges(EDGE)
         seen.rejected = torch.zeros_like(seen.edges)
@@ -75,7 +57,7 @@ class Watched(Policy):
         return hidden
 
 
-class _Watching(_Recording):
+class _Watching(Recording):
     """Another context, of which the first pass through the last layer and the probe's logits are kept."""
 
     def __init__(self, inner: PrefillContext, seen: Seen) -> None:
