@@ -180,3 +180,15 @@ def test_the_policy_of_the_engine_says_what_is_kept(model_dirs: dict[str, Path])
     result = engine.generate([Request(edited(known), sampling=SamplingParams(1))])[0]
     assert result.report.policy == "similar"
     assert result.report.grafted_tokens > 0
+
+
+def test_policies_that_requests_may_name_are_prepared_for(model_dirs: dict[str, Path]):
+    named = ["naive", "similar:layers=1", "sparsex:boundary=2,shallow=fresh"]
+    engine = Engine(model_dirs["llama"], dtype="float32", policies=named)
+    assert list(engine.memory.cache.residuals) == [1, 2]
+    assert engine.memory.known.similar is not None
+    known = tokens(200, 1)
+    ask(engine, known, Full())
+    for policy in named:
+        assert ask(engine, edited(known), policy, remember=False).report.grafted_tokens > 0
+    assert Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).memory.known.similar is None

@@ -53,7 +53,7 @@ def demo(
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies)
     with progress_bar(progress_console, "demo") as on_progress:
         report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
     if not as_json:
@@ -102,7 +102,7 @@ def generate(
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_text(path) for path in read or []]
     settings = {"head_map": head_map, "head_paging": head_paging, "store": _store_options(store, store_gib)}
-    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings) as engine:
+    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=(policy,), **settings) as engine:
         if chat:
             text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
         num_restored = _read_first(engine, known, namespace)
@@ -129,7 +129,8 @@ def compare(
 ) -> None:
     """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
     case = comparison.load_case(file)
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
+    settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
     with progress_bar(progress_console, "comparing") as on_progress:
         outcomes = comparison.run_compare(engine, case, on_progress)
     if as_json:
@@ -154,7 +155,8 @@ def inspect(
     from kvgraft.evaluate import inspect as inspection
 
     case = comparison.load_case(file)
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging)
+    settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
     with progress_bar(progress_console, "inspecting") as on_progress:
         found = inspection.inspect(engine, case, on_progress)
     html.write_text(inspection.render_page(found), encoding="utf-8")

@@ -63,11 +63,11 @@ def evaluate(
         items,
         seed,
     )
+    engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}
+    engine["policies"] = settings.policies
     with (
         progress_console.status(f"starting {host}"),
-        open_host(
-            host, model, dtype=dtype, device=device, kv_gib=kv_gib, head_map=head_map, head_paging=head_paging
-        ) as opened,
+        open_host(host, model, dtype=dtype, **engine) as opened,
         progress_bar(progress_console, "evaluating") as on_progress,
     ):
         rows = runner.run(settings, opened, out, on_progress)

@@ -47,6 +47,7 @@ class Engine:
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
+        policies: others that requests may name; what they need (`match`, `exits`) is kept from the start.
         flow: likewise, how decode steps attend (`quest`, `quest:k=64`, `my.py`, a `Flow`); None is dense. The caches of
             a flow come on top of the KV pool.
         max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
@@ -55,9 +56,9 @@ class Engine:
         head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers then are those of the
             sparser model that the map describes.
         match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
-            `policy` wants.
+            the policies want.
         exits: layers, numbers or shares of all, of which the residual stream that enters them is kept beside keys and
-            values, for requests whose policies need it; those that `policy` needs are kept in any case.
+            values, beside those that the policies need.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
@@ -87,6 +88,7 @@ class Engine:
         num_pages: int | None = None,
         max_length: int | None = None,
         policy: str | Policy = DEFAULT_POLICY,
+        policies: Items[str | Policy] = (),
         flow: str | Flow | None = None,
         max_prefill_tokens: int = 8192,
         head_map: str | Path | HeadMap | None = None,
@@ -111,6 +113,7 @@ class Engine:
         require_amount("document_gib", document_gib)
         check_device(device)
         self.policy = _as_policy(policy)
+        serving = (self.policy, *map(_as_policy, policies))
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
         config = self.config = self.decoder.config
@@ -136,12 +139,15 @@ class Engine:
             kv_gib=kv_gib,
             num_pages=num_pages,
             max_length=self.max_length,
-            exits={count_layers(e, config.num_layers) for e in exits} | {*self.policy.exits(config.num_layers)},
+            exits={count_layers(e, config.num_layers) for e in exits}.union(
+                *(served.exits(config.num_layers) for served in serving)
+            ),
             poison=poison_dropped_pages,
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        similarity = match if isinstance(match, Similarity) else parse_match(match or self.policy.match)
+        usual = "similar" if any(served.match == "similar" for served in serving) else "exact"
+        similarity = match if isinstance(match, Similarity) else parse_match(match or usual)
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         known = Known(pool, layout, approximate_sources, require_clean_context, *cuts)
         if store is not None and head_paging:
