@@ -6,7 +6,7 @@ from typing import Any
 
 from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.segments.segmentation import parse_match
+from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
 
@@ -17,7 +17,8 @@ class Settings:
 
     Attributes:
         policy: for requests that name none; `name` or `name:option=value,...`.
-        match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits.
+        match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
+            `policy` wants.
         exits: layers, numbers or shares of all, of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
         approximate_sources: let content computed after grafts be grafted again.
@@ -34,7 +35,7 @@ class Settings:
     """
 
     policy: str = DEFAULT_POLICY
-    match: str = "exact"
+    match: str | None = None
     exits: tuple[int | float, ...] = ()
     approximate_sources: bool = False
     require_clean_context: bool = False
@@ -52,7 +53,12 @@ class Settings:
     @property
     def default(self) -> RequestOptions:
         """What requests get that say nothing."""
-        return RequestOptions(parse_policy(self.policy), match_similar=parse_match(self.match) is not None)
+        return RequestOptions(parse_policy(self.policy), match_similar=self.similarity is not None)
+
+    @property
+    def similarity(self) -> Similarity | None:
+        """What counts as a near-duplicate; None: nothing does."""
+        return parse_match(self.match or parse_policy(self.policy).match)
 
     @property
     def store(self) -> StoreOptions | None:
@@ -83,9 +89,9 @@ class Settings:
         if not isinstance(settings.policy, str):
             raise ValueError(f"policy must be a string, got {settings.policy!r}")
         served_policy(settings.policy)
-        if not isinstance(settings.match, str):
+        if not (settings.match is None or isinstance(settings.match, str)):
             raise ValueError(f"match must be a string, got {settings.match!r}")
-        parse_match(settings.match)
+        _ = settings.similarity
         if not isinstance(settings.exits, list | tuple):
             raise ValueError(f"exits must be a list of layers, got {settings.exits!r}")
         for layer in settings.exits:

@@ -9,7 +9,6 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.matches import Lineage, Match
-from kvgraft.segments.segmentation import parse_match
 from kvgraft.segments.similar import SimilarIndex
 from kvgraft.vllm.connector.tracked import Candidate, Tracked
 from kvgraft.vllm.options import Control, RequestOptions
@@ -37,7 +36,7 @@ class KnownText:
     ) -> None:
         self.pool = SharedPool(kv_cache_manager.block_pool)
         self.index = VirtualBlockIndex(block_size, self.pool.is_live)
-        self.cuts = similarity, anchors = parse_match(settings.match), list(anchors)
+        self.cuts = similarity, anchors = settings.similarity, list(anchors)
         self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size

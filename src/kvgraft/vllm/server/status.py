@@ -52,7 +52,7 @@ async def status(request: Request) -> dict[str, Any]:
     return {
         "model": request.app.state.openai_serving_models.model_name(),
         "policy": door.settings.policy,
-        "match": door.settings.match,
+        "match": door.settings.match or door.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
         "segments": await door.segments.view(principal),
