@@ -168,7 +168,7 @@ def draw(rows: list[Accuracy], path: Path) -> None:
             axis.set_xlabel("tau")
             axis.set_title(title, fontsize=10)
         axes[0].axhline(0.7, color="grey", linewidth=1)
-        axes[1].legend()
+        axes[0].legend(loc="center left")
         figure.savefig(path)
 
 
