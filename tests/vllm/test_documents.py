@@ -190,7 +190,7 @@ def test_what_vllm_would_read_of_the_prompt_is_refused(reader: Host):
 def test_heads_on_several_ranks_cannot_choose_together(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(reader.side, "_num_ranks", 2)
+    monkeypatch.setattr(reader.side._wishes, "_num_ranks", 2)
     [answer] = reader.ask(Ask(PROMPT, FEW, max_tokens=20))
     assert answer.report["reason"] == "tensor_parallel"
     assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=20)

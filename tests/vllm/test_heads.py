@@ -168,7 +168,7 @@ def test_redknot_is_the_native_engines():
     for refused in (
         lambda: served_policy("redknot:mass=0.2"),
         lambda: Settings.parse({"policy": "redknot"}),
-        lambda: RequestOptions.parse({"policy": "redknot"}, served_policy("naive")),
+        lambda: RequestOptions.parse({"policy": "redknot"}, RequestOptions(served_policy("naive"))),
     ):
         with pytest.raises(ValueError, match="policy 'redknot' works head by head, which vLLM's layers do not"):
             refused()

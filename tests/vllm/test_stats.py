@@ -167,7 +167,15 @@ def test_every_metric_is_exposed_under_its_own_name(registry: CollectorRegistry,
         assert registry.get_sample_value(shown, LABELS | own) == 1
         assert name.startswith("kvgraft:")
         assert metric.help
-    assert {metric.label for metric in METRICS.values()} == {"outcome", "kind", "reason", "stage", "state", None}
+    assert {metric.label for metric in METRICS.values()} == {
+        "outcome",
+        "kind",
+        "reason",
+        "event",
+        "stage",
+        "state",
+        None,
+    }
 
 
 def test_no_label_names_a_tenant():

@@ -27,6 +27,7 @@ def run(
     job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
     env = os.environ | cores | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as in a server: the engine steps on after the last answer
     done = subprocess.run(
         [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
     )

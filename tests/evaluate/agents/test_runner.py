@@ -65,7 +65,10 @@ def test_impossible_settings_are_refused(changed: dict[str, object], message: st
         settings("none", **changed)
 
 
-def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "kvgraft.segments.index.os.urandom", lambda count: b"d" * count
+    )  # what LSH proposes hangs on it
     out, common = tmp_path / "out", ["--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"]
     arguments = ["agents", "run", *common, "--conditions", "none,similar", "--out", str(out)]
     assert command(app, [*arguments, "--json"]) == 0

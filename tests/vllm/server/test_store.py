@@ -90,11 +90,9 @@ def flood(server: RunningServer, texts: Any) -> None:
         reused(server, BOB, texts.document(2000))
 
 
-def test_disk_and_a_second_server(directory: Path, tmp_path: Path):
+def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
     """Documents of a generator of its own, so that this test stands alone."""
-    from conftest import Texts
-
-    texts = Texts()
+    texts = type(texts)()
     texts._rng = Random(7)
     documents = [texts.document() for _ in range(3)]
     with start(directory, tmp_path / "first") as server:

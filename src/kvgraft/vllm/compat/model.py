@@ -51,7 +51,7 @@ class ModelHost:
         self._builder = runner.attn_groups[0][0].get_metadata_builder()
         self._kernel_block_size = int(self._builder.kv_cache_spec.block_size)
         self._check_layout()
-        self._head = (model.model.norm, model.compute_logits)
+        self._model = model
         names = [attention.layer_name for attention in self.attentions]
         num_slots = int(self.config.cache_config.num_gpu_blocks or 0) * self.block_size
         shape = (num_slots, self.config.model_config.get_hidden_size(), self.dtype, self.device)
@@ -59,9 +59,8 @@ class ModelHost:
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
-        norm, compute_logits = self._head
-        hidden, _ = norm(states[:, 0].contiguous(), states[:, 1].contiguous())
-        return compute_logits(hidden).float()
+        hidden, _ = self._model.model.norm(states[:, 0].contiguous(), states[:, 1].contiguous())
+        return self._model.compute_logits(hidden).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""

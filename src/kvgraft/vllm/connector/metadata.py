@@ -31,11 +31,10 @@ class Load:
 
 @dataclass
 class StoreOrders:
-    """Scheduler to the workers' stores. `idle`: the step computes nothing, so that there is time."""
+    """Scheduler to the workers' stores."""
 
     keeps: list[Keep] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    idle: bool = False
 
 
 @dataclass

@@ -161,7 +161,6 @@ class SchedulerSide:
         metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
         if self.stored is not None:
             metadata.store = self.stored.take_orders()
-            metadata.store.idle = not output.total_num_scheduled_tokens
         self._jobs, self._cancelled, self._forgets = [], set(), False
         return metadata
 

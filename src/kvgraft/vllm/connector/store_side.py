@@ -1,6 +1,6 @@
 """In each worker: its store of what leaves vLLM's blocks, read and written beside the steps."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +14,6 @@ from kvgraft.segments.store import StoredBlock, StoreOptions
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 
-KEPT_PER_STEP = 2  # chunks that a step copies to host memory while requests run
 Fetched = list[StoredBlock | None]
 
 
@@ -30,17 +29,16 @@ class StoreSide:
         if options.directory is not None and num_ranks > 1:
             options = replace(options, directory=Path(options.directory) / f"rank-{rank}")
         self._store = options.open(host.block_size, chunk_blocks=CHUNK_BLOCKS)
-        self._keeps: deque[Keep] = deque()
         self._reader = ThreadPoolExecutor(1, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
         self._told: Counter[str] = Counter()
         self._report: StoreReport | None = StoreReport(records=self._store.records(), ready=1)
 
     def step(self, orders: StoreOrders) -> None:
-        """Take orders; copy some blocks to host memory, and what has been read by now into its blocks."""
-        self._keeps += orders.keeps
-        for _ in range(len(self._keeps) if orders.idle else min(KEPT_PER_STEP, len(self._keeps))):
-            self._keep(self._keeps.popleft())
+        """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its
+        blocks."""
+        for keep in orders.keeps:
+            self._keep(keep)
         self._loads += [(load, self._reader.submit(self._store.fetch_from, load.places)) for load in orders.loads]
         for load, future in [pair for pair in self._loads if pair[1].done()]:
             self._reported.loaded.append((load.number, self._take_in(load, future.result())))
