@@ -6,6 +6,7 @@ The same server is started twice on one directory; what is in the pool, in host 
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -13,6 +14,10 @@ from typing import Any
 
 import pytest
 from running import ADMIN, ALICE, BOB, RunningServer, running
+
+from kvgraft.engine.text import load_tokenizer
+from kvgraft.segments.store import StoreDirectory
+from kvgraft.testbed import MODEL_DIR
 
 pytestmark = pytest.mark.vllm
 BLOCKS = 128  # of 32 tokens in the pool: two texts of 2000 tokens fill it
@@ -52,6 +57,18 @@ def events(server: RunningServer) -> dict[str, float]:
         lines = client.get("/metrics").text
     found = re.findall(r'kvgraft:store_total\{.*event="(\w+)".*\} ([\d.e+]+)', lines)
     return {event: float(count) for event, count in found}
+
+
+def wait_until_stored(directory: Path, documents: list[str]) -> None:
+    """Files are written behind the answers."""
+    deadline = time.monotonic() + 60.0
+    wanted = {tuple(tokens[:256]) for tokens in map(load_tokenizer(MODEL_DIR).encode, documents)}
+    while time.monotonic() < deadline:
+        with StoreDirectory(directory) as stored:
+            if wanted <= {tuple(row.record.chunk.tokens[:256].tolist()) for row in stored.list()}:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the documents were not written")
 
 
 def moved(document: str) -> str:
@@ -98,6 +115,7 @@ def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
     with start(directory, tmp_path / "first") as server:
         for document in documents:
             reused(server, ALICE, document)
+        wait_until_stored(directory, documents)
     with start(directory, tmp_path / "second") as server:
         for change, document in zip((moved, edited, str), documents, strict=True):
             before = events(server).get("disk_hits", 0)
