@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.text import anchor_ids
 from kvgraft.evaluate.agents.asking import Agent
@@ -93,7 +94,7 @@ def measure(
     Raises:
         ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
     """
-    check_config(directory, {**settings.describe(), "model": str(model), **engine})
+    check_config(directory, {**settings.describe(), "model": load_config(model).identity, **engine})
     rows = read_rows(directory)
     units = [(world, condition) for world in settings.worlds for condition in settings.conditions]
     with (directory / ROWS).open("ab") as file:

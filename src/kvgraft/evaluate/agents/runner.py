@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvgraft import __version__
+from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Result
 from kvgraft.evaluate.agents.asking import Agent, sampling_of
 from kvgraft.evaluate.agents.conditions import Condition
@@ -141,7 +142,7 @@ def run(
     Raises:
         ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
     """
-    check_config(directory, {**settings.describe(), "model": str(model), **engine})
+    check_config(directory, {**settings.describe(), "model": load_config(model).identity, **engine})
     rows = {row.key: row for row in read_rows(directory)}
     units = list(product(settings.worlds, range(settings.rounds)))
     total = len(units) * settings.episodes
