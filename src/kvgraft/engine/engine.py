@@ -13,7 +13,7 @@ from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
-from kvgraft.engine.pools import make_pool
+from kvgraft.engine.pools import make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
@@ -24,14 +24,14 @@ from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.engine.tiers import Tiers
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap, StreamLayout
-from kvgraft.methods import count_layers, require_amount
+from kvgraft.methods import require_amount
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.segmentation import ANCHORS, Similarity, parse_match
+from kvgraft.segments.segmentation import ANCHORS, Similarity
 from kvgraft.segments.store import StoreOptions
 
 
@@ -113,7 +113,6 @@ class Engine:
         require_amount("document_gib", document_gib)
         check_device(device)
         self.policy = _as_policy(policy)
-        serving = (self.policy, *map(_as_policy, policies))
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
         config = self.config = self.decoder.config
@@ -123,13 +122,8 @@ class Engine:
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
-        layout = StreamLayout.dense(config.num_layers, config.num_kv_heads)
-        self._model = f"{config.identity}/{self.decoder.dtype}"
-        if head_paging:
-            if self.head_map is None:
-                raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
-            layout = StreamLayout.by_class(self.head_map)
-            self._model += f"/{self.head_map.digest}"
+        layout = self._lay_out(head_paging)
+        needed, similarity = needs((self.policy, *map(_as_policy, policies)), exits, match, config.num_layers)
         pool, cache = make_pool(
             config,
             layout,
@@ -139,15 +133,11 @@ class Engine:
             kv_gib=kv_gib,
             num_pages=num_pages,
             max_length=self.max_length,
-            exits={count_layers(e, config.num_layers) for e in exits}.union(
-                *(served.exits(config.num_layers) for served in serving)
-            ),
+            exits=needed,
             poison=poison_dropped_pages,
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        usual = "similar" if any(served.match == "similar" for served in serving) else "exact"
-        similarity = match if isinstance(match, Similarity) else parse_match(match or usual)
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         known = Known(pool, layout, approximate_sources, require_clean_context, *cuts)
         if store is not None and head_paging:
@@ -328,6 +318,16 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
+
+    def _lay_out(self, head_paging: bool) -> StreamLayout:
+        """Which page list each KV head follows; it is part of the model's identity."""
+        self._model = f"{self.config.identity}/{self.decoder.dtype}"
+        if not head_paging:
+            return StreamLayout.dense(self.config.num_layers, self.config.num_kv_heads)
+        if self.head_map is None:
+            raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
+        self._model += f"/{self.head_map.digest}"
+        return StreamLayout.by_class(self.head_map)
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)

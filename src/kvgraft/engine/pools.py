@@ -1,6 +1,6 @@
-"""The KV pool of an engine: how many pages, and the tensors behind them."""
+"""The KV pool of an engine: how many pages, the tensors behind them, and what policies need kept beside."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -8,6 +8,9 @@ from kvgraft.engine.config import ModelConfig
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.pages import PagePool
+from kvgraft.methods import count_layers
+from kvgraft.prefill.context import Policy
+from kvgraft.segments.segmentation import Similarity, parse_match
 
 PROMPTS = 8  # of the full length, for which there is never more memory than needed
 
@@ -46,3 +49,13 @@ def make_pool(
         cache.poison(range(num_pages))
         pool.on_drop = cache.poison
     return pool, cache
+
+
+def needs(
+    policies: Sequence[Policy], exits: Sequence[int | float], match: str | Similarity | None, num_layers: int
+) -> tuple[set[int], Similarity | None]:
+    """What is to be kept for these policies, beside what was asked for: exit layers, and what near-duplicates are."""
+    layers = {count_layers(layer, num_layers) for layer in exits}
+    layers.update(layer for policy in policies for layer in policy.exits(num_layers))
+    usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"
+    return layers, match if isinstance(match, Similarity) else parse_match(match or usual)

@@ -1,6 +1,5 @@
 """Evaluations: every item of some suites under every policy, one line of JSON for each answer, resumable."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvgraft import __version__
 from kvgraft.evaluate.hosts import Answer, Host
-from kvgraft.evaluate.lines import read_lines
+from kvgraft.evaluate.lines import check_config, read_lines
 from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite
@@ -83,7 +81,7 @@ def run(settings: Settings, host: Host, directory: Path, on_progress: OnProgress
         ValueError: the directory holds an evaluation with other settings; the message says which differ.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _check_config(directory / CONFIG, {"kvgraft": __version__, **settings.describe(), **host.describe()})
+    check_config(directory / CONFIG, {**settings.describe(), **host.describe()})
     rows = {(row.cluster, row.number, row.policy): row for row in read_rows(directory)}
     work = list(_items(settings))
     total = sum(len(item.phase_2) for *_, item in work) * len(settings.policies)
@@ -134,15 +132,3 @@ def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer:
         f1=scores["f1"],
         answer=answer,
     )
-
-
-def _check_config(path: Path, config: dict[str, Any]) -> None:
-    """Write the configuration, or compare it with the one that is there."""
-    if path.exists():
-        found = json.loads(path.read_text())
-        differing = [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]
-        if differing:
-            changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
-            raise ValueError(f"{path.parent} holds an evaluation with other settings ({changes}): choose another --out")
-    else:
-        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.text import anchor_ids
 from kvgraft.evaluate.agents.asking import Agent
@@ -20,7 +19,7 @@ from kvgraft.evaluate.agents.conditions import ANCHORS
 from kvgraft.evaluate.agents.episodes import Episode
 from kvgraft.evaluate.agents.loop import GREEDY, run_episode
 from kvgraft.evaluate.agents.proposals import Proposal, Proposer
-from kvgraft.evaluate.agents.runner import Settings, World, check_config, episodes_of
+from kvgraft.evaluate.agents.runner import Settings, World, check_settings, episodes_of
 from kvgraft.evaluate.lines import read_lines
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.prefill.policies import Similar, parse_policy
@@ -94,7 +93,7 @@ def measure(
     Raises:
         ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
     """
-    check_config(directory, {**settings.describe(), "model": load_config(model).identity, **engine})
+    check_settings(settings, model, directory, engine)
     rows = read_rows(directory)
     units = [(world, condition) for world in settings.worlds for condition in settings.conditions]
     with (directory / ROWS).open("ab") as file:

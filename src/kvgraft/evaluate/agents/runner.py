@@ -4,8 +4,7 @@ The cache of a condition is a part of it, so the unit that is repeated after an 
 are read again, in order, and only steps that the file does not hold yet are written.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from kvgraft import __version__
 from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Result
 from kvgraft.evaluate.agents.asking import Agent, sampling_of
@@ -21,7 +19,7 @@ from kvgraft.evaluate.agents.conditions import Condition
 from kvgraft.evaluate.agents.episodes import SUITES, Episode, make_episodes
 from kvgraft.evaluate.agents.loop import EpisodeResult, run_episode
 from kvgraft.evaluate.agents.variation import Variation
-from kvgraft.evaluate.lines import read_lines
+from kvgraft.evaluate.lines import check_config, read_lines
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.segments.prompt import Part
 
@@ -142,7 +140,7 @@ def run(
     Raises:
         ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
     """
-    check_config(directory, {**settings.describe(), "model": load_config(model).identity, **engine})
+    check_settings(settings, model, directory, engine)
     rows = {row.key: row for row in read_rows(directory)}
     units = list(product(settings.worlds, range(settings.rounds)))
     total = len(units) * settings.episodes
@@ -174,17 +172,10 @@ def episodes_of(world: World, count: int) -> tuple[Episode, ...]:
     return make_episodes(suite, seed, count, VARIATIONS[variation])
 
 
-def check_config(directory: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a directory, or compare it with the one that is there; ValueError if they differ."""
-    config, path = {"kvgraft": __version__, **config}, directory / CONFIG
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(config, indent=2) + "\n")
-        return
-    found = json.loads(path.read_text())
-    if differing := [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]:
-        changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
-        raise ValueError(f"{directory} holds an experiment with other settings ({changes}): choose another --out")
+def check_settings(settings: Settings, model: Path, directory: Path, engine: Mapping[str, Any]) -> None:
+    """Note what a directory is of; ValueError if it is of something else."""
+    described = {**settings.describe(), "model": load_config(model).identity, **engine}
+    check_config(directory / CONFIG, described)
 
 
 def _is_complete(

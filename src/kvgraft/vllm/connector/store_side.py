@@ -1,5 +1,6 @@
 """In each worker: its store of what leaves vLLM's blocks, read and written beside the steps."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from kvgraft.segments.store import StoredBlock, StoreOptions
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 
+logger = logging.getLogger("kvgraft")
 Fetched = list[StoredBlock | None]
 
 
@@ -41,7 +43,10 @@ class StoreSide:
             self._keep(keep)
         self._loads += [(load, self._reader.submit(self._store.fetch_from, load.places)) for load in orders.loads]
         for load, future in [pair for pair in self._loads if pair[1].done()]:
-            self._reported.loaded.append((load.number, self._take_in(load, future.result())))
+            if (error := future.exception()) is not None:
+                logger.warning("segment store: a load failed, and is a miss: %r", error)
+            fetched: Fetched = [None] * len(load.blocks) if error is not None else future.result()
+            self._reported.loaded.append((load.number, self._take_in(load, fetched)))
             self._loads.remove((load, future))
 
     def take_report(self) -> StoreReport | None:
