@@ -124,7 +124,7 @@ async def run_scenario(
     asks = make_workload("rag", scenario.shape, count, words, f"{scenario.name} {seed}")
     for ask in (ask for ask in asks if not ask.timed):
         for client in (pair.plain, pair.ours):
-            _checked(await client.ask(ask))
+            checked(await client.ask(ask))
     prompts = [ask for ask in asks if ask.timed]
     seconds: dict[Client, list[float]] = {pair.plain: [], pair.ours: []}
     outcomes: dict[Client, list[Outcome]] = {pair.plain: [], pair.ours: []}
@@ -147,7 +147,7 @@ async def _one_round(
     if scenario.streams:
         streams = make_workload("rag", Shape(32, 0.0, scenario.max_model_len - 64), scenario.streams, words, seed)
         return await worst_gap(client, streams, batch)
-    outcome = _checked(await client.ask(batch[0]))
+    outcome = checked(await client.ask(batch[0]))
     return outcome.ttft_s, [outcome]
 
 
@@ -172,14 +172,14 @@ async def worst_gap(client: Client, streams: Sequence[Ask], prompts: Sequence[As
         try:
             while True:
                 times[number].append([])
-                _checked(await client.ask(ask, on_token=on_token))
+                checked(await client.ask(ask, on_token=on_token))
         finally:
             decoding[number].set()  # nobody waits for a stream that failed
 
     tasks = [asyncio.create_task(decode(number, ask)) for number, ask in enumerate(streams)]
     try:
         await asyncio.gather(*(event.wait() for event in decoding))
-        outcomes = [_checked(outcome) for outcome in await asyncio.gather(*map(client.ask, prompts))]
+        outcomes = [checked(outcome) for outcome in await asyncio.gather(*map(client.ask, prompts))]
     finally:
         for task in tasks:
             task.cancel()
@@ -221,6 +221,17 @@ async def compare_workloads(
     return results
 
 
+def checked(outcome: Outcome) -> Outcome:
+    """The outcome of a request that was answered.
+
+    Raises:
+        RuntimeError: it was not.
+    """
+    if outcome.error or outcome.first_s is None:
+        raise RuntimeError(f"a request failed: {outcome.error or 'no token'}")
+    return outcome
+
+
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """Bounds of the median that hold 95 % of its resamples."""
     rng = np.random.default_rng(0)
@@ -258,9 +269,3 @@ def _figure(
         scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios), scenario.target, scenario.at_most,
         plain, ours, Summary.of(outcomes[pair.plain]).cached, told.grafted or 0.0, told.recomputed or 0.0, told.reasons,
     )  # fmt: skip
-
-
-def _checked(outcome: Outcome) -> Outcome:
-    if outcome.error or outcome.first_s is None:
-        raise RuntimeError(f"a request failed: {outcome.error or 'no token'}")
-    return outcome

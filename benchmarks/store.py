@@ -1,7 +1,6 @@
-"""What the tiers below the KV pool give and cost: reading back against computing again, restarts, the critical path.
+"""What the tiers below the KV pool give and cost: reading back against computing again, and the critical path.
 
     python benchmarks/store.py reading [--tokens 256 --tokens 4096] [--form float32:int8] [--json]
-    python benchmarks/store.py restart [--items 2] [--json]
     python benchmarks/store.py cost [--tokens 1024] [--json]
 
 All sides answer in turn; medians of paired ratios are printed. The page cache cannot be emptied by who is not root.
@@ -12,8 +11,6 @@ of the disk and of a hypervisor stay as they are.
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import torch
 import typer
@@ -34,10 +30,7 @@ from rich.table import Table
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.tiers import Tiers
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts
 from kvgraft.segments.store import SegmentStore, StoreOptions
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.scenarios import make_scenarios
 from scenarios import bootstrap
 from ttft import ONE_TOKEN, SHAPE, make_model
 
@@ -180,107 +173,6 @@ def answer(engine: Engine, prompt: list[int], policy: str, tiers: Tiers | None, 
     if result.error or result.report.fallback:
         raise RuntimeError(f"{policy}: {result.error or result.report.fallback}")
     return result
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Prompts of a second process, with what the first one has stored and without. Medians over prompts.
-
-    Attributes:
-        prompts: what they are, and `count` how many.
-        restored: share of their tokens that came from the store.
-        gain: how many times sooner the first token comes.
-        same: answers that are equal.
-    """
-
-    prompts: str
-    count: int
-    tokens: float
-    restored: float
-    full_ms: float
-    ttft_ms: float
-    gain: float
-    same: int
-
-
-@app.command()
-def restart(
-    items: Annotated[int, typer.Option(help="Of each scenario of the testbed.", min=1)] = 2,
-    seed: Annotated[int, typer.Option(help="Of the scenarios.")] = 0,
-    model: Annotated[Path, typer.Option(help="Hugging Face model directory.")] = MODEL_DIR,
-    dtype: str = "float32",
-    rounds: Annotated[int, typer.Option(help="Processes of each kind.", min=1)] = 3,
-    directory: DirOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """One process reads documents and ends; others answer prompts with them, with its store and without."""
-    given = ["process", "--items", items, "--seed", seed, "--model", model, "--dtype", dtype]
-    found: dict[bool, list[list[Answer]]] = {False: [], True: []}
-    with TemporaryDirectory(dir=directory) as name, progress_bar(error_console, "processes") as on_progress:
-        store = Path(name) / "store"
-        run([*given, "--store", store, "--read"])
-        for number in range(2 * rounds):
-            stored = number % 4 in (1, 2)
-            drop_page_cache(store)
-            found[stored].append(run([*given, *(("--store", store) if stored else ())]))
-            on_progress(number + 1, 2 * rounds)
-        dropped = drops(Path(name) / "probe")
-    settings = configuration(0, dtype, rounds) | {"model": model.name, "items of each scenario": items, "seed": seed}
-    settings["page cache is dropped"] = dropped
-    kinds = list(dict.fromkeys(one.kind for one in found[True][0]))
-    report(settings, [restart_of(kind, found[False], found[True]) for kind in kinds], as_json)
-
-
-class Answer(msgspec.Struct):
-    """A line of a process."""
-
-    kind: str
-    tokens: int
-    restored: int
-    ttft_s: float
-    token_ids: list[int]
-
-
-@app.command(hidden=True)
-def process(
-    items: int = 2, seed: int = 0, model: Path = MODEL_DIR, dtype: str = "float32", store: Path | None = None,
-    read: bool = False,
-) -> None:  # fmt: skip
-    """Read the prompts of phase 1, or answer them and those of phase 2, each from an empty pool."""
-    options = None if store is None else StoreOptions(store, ram_gib=0)
-    everything = [item for scenario in make_scenarios(seed, items) for item in scenario.items]
-    same = [("the same prompt", segments, "full") for item in everything for segments in item.phase_1]
-    moved = [("moved documents", p.segments, "transitive") for item in everything for p in item.phase_2]
-    with Engine(model, dtype=dtype, store=options) as engine:
-        if not read:
-            engine.generate([Request(as_parts(same[0][1]), "full", ONE_TOKEN, "warm-up", remember=False)])
-        for kind, segments, policy in same if read else same + moved:
-            engine.clear_cache()
-            request = Request(as_parts(segments), policy, SamplingParams(max_tokens=4), remember=read)
-            [result] = engine.generate([request])
-            told, restored = result.report, 16 * result.report.counts["restored_blocks"]
-            line = Answer(kind, told.prompt_tokens, restored, told.ttft_s, result.token_ids)
-            print(msgspec.json.encode(line).decode())
-
-
-def run(arguments: Sequence[object]) -> list[Answer]:
-    """The answers of another process."""
-    command = [sys.executable, __file__, *map(str, arguments)]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()
-    return [msgspec.json.decode(line, type=Answer) for line in lines]
-
-
-def restart_of(kind: str, plain: list[list[Answer]], stored: list[list[Answer]]) -> Restart:
-    """Each prompt's median over the processes; answers to the same prompts must be equal."""
-    sides = [[[a for a in answers if a.kind == kind] for answers in side] for side in (plain, stored)]
-    full, ttft = ([statistics.median(a.ttft_s for a in each) for each in zip(*side, strict=True)] for side in sides)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(sides[0][0], sides[1][0], strict=True))
-    tokens, restored = ([getattr(a, name) for a in sides[1][0]] for name in ("tokens", "restored"))
-    if kind == "the same prompt":
-        require_equal(same, len(full), kind)
-    share = statistics.median(min(1.0, b / a) for a, b in zip(tokens, restored, strict=True))
-    times = 1e3 * statistics.median(full), 1e3 * statistics.median(ttft)
-    return Restart(kind, len(full), statistics.median(tokens), share, *times, ratio(full, ttft), same)
 
 
 @dataclass(frozen=True)

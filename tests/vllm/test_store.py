@@ -5,12 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
-from kvgraft.segments.store import StoreDirectory
+from kvgraft.segments.store import StoreDirectory, StoreOptions
+from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
+from kvgraft.vllm.connector.store_side import StoreSide
+
+if TYPE_CHECKING:
+    from kvgraft.vllm.compat.model import ModelHost
 
 pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
@@ -74,6 +80,35 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
     assert moved[1]["tokens"] == plain[1]
     assert known[-1]["report"]["prefix_tokens"] == (0 if int8 else 576)
     assert int8 or known[-1]["tokens"] == plain[0]
+
+
+@pytest.mark.slow
+def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]], tmp_path: Path):
+    run([], [], [KNOWN], store_dir=str(tmp_path / "store"))
+    for number, path in enumerate(sorted((tmp_path / "store").rglob("*.safetensors"))):
+        if number % 2:
+            path.unlink()
+            continue
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    moved, known = run([MOVED, KNOWN], [EVERYTHING, OFF], [], store_dir=str(tmp_path / "store"))
+    assert [known[-1]["tokens"], moved[0]["tokens"]] == plain
+    assert moved[0]["report"]["grafted_tokens"] == 0
+
+
+def test_a_load_that_fails_is_a_miss():
+    """Of the one and of no other."""
+    side = StoreSide(cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1)
+    places = [(b"unknown", 0), (b"unknown", 1)]
+    for number, load in enumerate((Load(1, [("no bytes", 0, 0)], [5]), Load(2, places, [6, 7]))):  # type: ignore[list-item]
+        side.step(StoreOrders(loads=[load]))
+        loaded: list[tuple[int, list[bool]]] = []
+        while not loaded:
+            side.step(StoreOrders())
+            loaded = (side.take_report() or StoreReport()).loaded
+        assert loaded == [(number + 1, [False] * (number + 1))]
+    side.close()
 
 
 @pytest.mark.slow

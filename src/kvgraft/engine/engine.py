@@ -112,7 +112,7 @@ class Engine:
             raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
         require_amount("document_gib", document_gib)
         check_device(device)
-        self.policy = _as_policy(policy)
+        self.policy = parse_policy(policy)
         self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
         self.tokenizer = load_tokenizer(model_dir)
         config = self.config = self.decoder.config
@@ -123,7 +123,7 @@ class Engine:
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout = self._lay_out(head_paging)
-        needed, similarity = needs((self.policy, *map(_as_policy, policies)), exits, match, config.num_layers)
+        needed, similarity = needs((self.policy, *map(parse_policy, policies)), exits, match, config.num_layers)
         pool, cache = make_pool(
             config,
             layout,
@@ -291,7 +291,7 @@ class Engine:
     def _sequence(self, index: int, given: Request | str) -> Sequence:
         request = given if isinstance(given, Request) else Request(given)
         try:
-            policy = self.policy if request.policy is None else _as_policy(request.policy)
+            policy = self.policy if request.policy is None else parse_policy(request.policy)
             tokenised = self._reader.read(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
@@ -331,7 +331,3 @@ class Engine:
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)
-
-
-def _as_policy(policy: str | Policy) -> Policy:
-    return parse_policy(policy) if isinstance(policy, str) else policy

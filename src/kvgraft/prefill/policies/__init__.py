@@ -29,9 +29,9 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     return make("policy", POLICIES, name, options or {})
 
 
-def parse_policy(text: str) -> Policy:
+def parse_policy(given: str | Policy) -> Policy:
     """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share, `2` count)."""
-    return make_policy(*parse("policy", text))
+    return make_policy(*parse("policy", given)) if isinstance(given, str) else given
 
 
 __all__ = [
