@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.store import Chunk, SegmentStore, files
+from kvgraft.segments.store import Chunk, SegmentStore, StoreDirectory, files
 from kvgraft.segments.store.catalogue import Catalogue
 from kvgraft.segments.store.chunk import Record
 
@@ -125,6 +125,12 @@ def die_at(moment):
         "while an evicted one is removed": lambda: after(files.PayloadFiles, "remove"),
         "after an evicted one was removed": lambda: after(Catalogue, "remove"),
     }[moment]()
+
+
+def look(directory, reports):
+    """Open a directory, tell how many chunks it has, and let it go."""
+    with StoreDirectory(directory) as kept:
+        reports.send(len(kept.list()))
 
 
 def share(directory, mine, theirs, reports):

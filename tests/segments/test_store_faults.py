@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from chunks import FILE, NBYTES, SCOPE, SIZE, file_of, holds, make_chunk, make_payload, put, put_many, share
+from chunks import FILE, NBYTES, SCOPE, SIZE, file_of, holds, look, make_chunk, make_payload, put, put_many, share
 from kvgraft.segments.store import SegmentStore, StoreDirectory, files
 from kvgraft.segments.store.catalogue import NAME, Catalogue, CatalogueDamaged
 
@@ -351,6 +351,19 @@ def test_two_processes_share_a_directory(tmp_path, processes):
         assert store.counts == {"disk_hits": 4 * 36}
 
 
+def test_who_lets_go_of_a_directory_leaves_it_to_those_who_have_it(tmp_path, processes):
+    """SQLite's own files, too, which the last one to leave removes: locks must tell that it is not the last."""
+    with open_store(tmp_path) as store:
+        for seed in range(4):
+            put(store, make_chunk(seed))
+            store.flush()
+            process, reports = start(processes, look, tmp_path)
+            assert reports.recv() == seed + 1
+            process.join(120)
+            assert process.exitcode == 0
+        assert store.counts == {"stored": 4}
+
+
 # Two stores in one process do as two processes do.
 
 
@@ -371,6 +384,26 @@ def test_what_one_process_adds_drops_or_pins_the_other_notices(tmp_path):
     second.flush()
     assert [holds(second, make_chunk(seed)) for seed in (0, 13, 14, 15)] == [True, False, True, True]
     assert holds(first, make_chunk(15))
+    first.close()
+    second.close()
+
+
+def test_what_others_have_put_is_told_once_while_it_can_be_found(tmp_path):
+    zero, one, two, three, four = map(make_chunk, range(5))
+    first = open_store(tmp_path)
+    put(first, zero, one)
+    first.flush()
+    second = open_store(tmp_path)
+    assert {record.key for record in second.take_appeared()} == {zero.key, one.key}
+    assert second.take_appeared() == []
+    put(second, two)
+    second.flush()
+    put(first, three, four)
+    first.flush()
+    assert holds(second, four)
+    second.drop(four.key)
+    assert [record.key for record in second.take_appeared()] == [three.key]
+    assert [record.key for record in first.take_appeared()] == [two.key]
     first.close()
     second.close()
 

@@ -108,19 +108,28 @@ def flood(server: RunningServer, texts: Any) -> None:
 
 
 def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
-    """Documents of a generator of its own, so that this test stands alone."""
+    """Documents of a generator of its own, so that this test stands alone. The last one is read when both are there."""
     texts = type(texts)()
     texts._rng = Random(7)
-    documents = [texts.document() for _ in range(3)]
-    with start(directory, tmp_path / "first") as server:
+    *documents, late = [texts.document() for _ in range(4)]
+    with start(directory, tmp_path / "first") as one:
         for document in documents:
-            reused(server, ALICE, document)
+            reused(one, ALICE, document)
         wait_until_stored(directory, documents)
-    with start(directory, tmp_path / "second") as server:
-        for change, document in zip((moved, edited, str), documents, strict=True):
-            before = events(server).get("disk_hits", 0)
-            assert reused(server, BOB, change(document)) == 0
-            assert events(server).get("disk_hits", 0) == before
-            assert reused(server, ALICE, change(document)) > 400
-            assert events(server)["disk_hits"] > before
+        with start(directory, tmp_path / "second") as two:
+            for change, document in zip((moved, edited, str), documents, strict=True):
+                check_disk(two, change(document))
+            reused(one, ALICE, late)
+            wait_until_stored(directory, [late])
+            reused(two, BOB, texts.document())  # what others have written is told in its steps
+            check_disk(two, moved(late))
     assert (directory.stat().st_mode & 0o777, (directory / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def check_disk(server: RunningServer, prompt: str) -> None:
+    """One tenant's text comes from the disk for that tenant alone."""
+    before = events(server).get("disk_hits", 0)
+    assert reused(server, BOB, prompt) == 0
+    assert events(server).get("disk_hits", 0) == before
+    assert reused(server, ALICE, prompt) > 400
+    assert events(server)["disk_hits"] > before

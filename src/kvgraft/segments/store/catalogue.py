@@ -3,7 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Catalogue:
     """
 
     def __init__(self, path: Path, *, check: bool = False) -> None:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite gives its other files this mode
+        _make_private(path)
         self._database = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         try:
             self._open(check)
@@ -196,6 +196,13 @@ class Catalogue:
         finally:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
+
+
+def _make_private(path: Path) -> None:
+    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so much as opened: to
+    close it would end all locks that this process has on it, so that another one could take SQLite's log from us."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def move_aside(path: Path) -> Path:

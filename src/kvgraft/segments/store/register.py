@@ -56,10 +56,6 @@ class Register:
         """Host memory of the index in bytes."""
         return self._index.nbytes() + (0 if self._similar is None else self._similar.nbytes())
 
-    def records(self) -> list[Record]:
-        """All of them."""
-        return list(self._records.values())
-
     def can_hold(self, chunk: Chunk) -> bool:
         """Whether the chunk is cut as this register counts."""
         return chunk.block_size == self.block_size and chunk.num_blocks <= self.chunk_blocks

@@ -74,6 +74,7 @@ class SegmentStore:
         self._lock = threading.RLock()
         self._closed = False
         self._register = Register(block_size, chunk_blocks, similarity, anchors)
+        self._appeared: dict[bytes, Record] = {}  # of what can be found, what nobody has been told yet
         self._memory = MemoryTier(Budget(ram_bytes, quota))
         self._disk: DiskTier | None = None
         disk_budget = Budget(disk_bytes, quota)
@@ -148,11 +149,12 @@ class SegmentStore:
                 self._drop(chunk.key)  # the same as int8
             return self._keep(record, stored)
 
-    def records(self) -> list[Record]:
-        """What can be found: chunks, and the form of their payload."""
+    def take_appeared(self) -> list[Record]:
+        """What can be found that was not put here: all of it at first, then what has come since the last call."""
         with self._lock:
             self._look_around()
-            return self._register.records()
+            found, self._appeared = list(self._appeared.values()), {}
+            return found
 
     def touch(self, key: bytes) -> bool:
         """Note that a chunk was used; whether it is known."""
@@ -235,23 +237,23 @@ class SegmentStore:
 
     def appeared(self, record: Record) -> None:
         """Told by the disk tier: `Owner.appeared`."""
-        self._memory.remove(record.key)
-        self._register.remove(record.key)
+        self.removed(record.key)
         if self._register.can_hold(record.chunk):
             self._register.add(record)
+            self._appeared[record.key] = record
         else:
             self.counts["unusable"] += 1
 
     def left(self, key: bytes) -> None:
         """Told by the disk tier: `Owner.left`."""
         if key not in self._memory and not (self._disk and key in self._disk):
-            self._register.remove(key)
+            self._forget(key)
             self.counts["evicted"] += 1
 
     def removed(self, key: bytes) -> None:
         """Told by the disk tier: `Owner.removed`."""
         self._memory.remove(key)
-        self._register.remove(key)
+        self._forget(key)
 
     def _keep(self, record: Record, stored: dict[str, Tensor]) -> bool:
         refusal = self._disk.offer(record, stored) if self._disk else "too_large"
@@ -294,7 +296,7 @@ class SegmentStore:
             stored = self._disk.read(key)
         except BadPayload as bad:
             self.counts[bad.reason] += 1
-            self._register.remove(key)
+            self._forget(key)
             return None
         self.counts["disk_hits"] += num_blocks
         for victim in self._memory.put(key, record.chunk.scope, stored) or ():
@@ -310,6 +312,10 @@ class SegmentStore:
         self.removed(key)
         if self._disk:
             self._disk.drop(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._register.remove(key)
+        self._appeared.pop(key, None)
 
     def _look_around(self) -> None:
         self._check_open()

@@ -34,11 +34,13 @@ class StoreSide:
         self._reader = ThreadPoolExecutor(1, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
         self._told: Counter[str] = Counter()
-        self._report: StoreReport | None = StoreReport(records=self._store.records(), ready=1)
+        self._report: StoreReport | None = StoreReport(records=self._store.take_appeared(), ready=1)
 
     def step(self, orders: StoreOrders) -> None:
         """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its
-        blocks."""
+        blocks. Tell what other servers have put into the directory."""
+        if appeared := self._store.take_appeared():
+            self._reported.records += appeared
         for keep in orders.keeps:
             self._keep(keep)
         self._loads += [(load, self._reader.submit(self._store.fetch_from, load.places)) for load in orders.loads]
