@@ -70,7 +70,13 @@ def test_statistics():
     assert bootstrap([1.0, 3.0, 2.0] * 9, list(range(27))) == bootstrap([1.0, 3.0, 2.0] * 9, list(range(27)))
     low, high = bootstrap([1.0, 3.0] * 50, list(range(100)))
     assert 1.5 < low < 2 < high < 2.5
-    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((0.9, 1.1))
+    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((0.9, 1.0))
+    assert bootstrap_share([0.0] * 30, list(range(30)), least=-1.0) == pytest.approx((-0.1, 0.1))
+    won = bootstrap_share([0.0] * 29 + [1.0], list(range(30)), least=-1.0)
+    assert won[0] == pytest.approx(1 / 30 - 0.1)
+    even = bootstrap_share([0.0] * 28 + [1.0, -1.0], [number % 2 for number in range(28)] + [0, 0], least=-1.0)
+    assert even[0] < -0.03 < 0.03 < even[1]  # though no world differs from any other
+    assert all(map(isnan, bootstrap_share([0.0, 1.0], [0, 0])))
     assert judge(0.1, 0.2, below=0.3) == judge(0.1, 0.2, above=0.1) == HOLDS
     assert judge(0.4, 0.5, below=0.3) == judge(0.1, 0.2, above=0.3) == FAILS
     assert judge(0.2, 0.4, below=0.3) == judge(nan, nan, below=0.3) == UNDECIDED
@@ -99,10 +105,10 @@ def test_h2_means_accepted_segments():
 
 def test_h3_counts_what_is_right_by_alignment_and_by_kl():
     proposals = (Proposal(0, 64, 0.9, 0.01), Proposal(0, 64, 0.5, 0.3), Proposal(0, 64, 0.4), Proposal(9, 99, 0.8))
-    steps = [replace(STEP, seed=seed, proposals=proposals) for seed in range(4)]
+    steps = [replace(STEP, seed=seed, proposals=proposals * 50) for seed in range(4)]
     aligned, near = judge_retrieval([*steps, replace(STEP, condition="similar:halo=0")])
-    assert (aligned.value, aligned.count, aligned.verdict) == (0.75, 16, HOLDS)
-    assert (near.value, near.count, near.verdict) == (0.5, 8, FAILS)
+    assert (aligned.value, aligned.count, aligned.verdict) == (0.75, 800, HOLDS)
+    assert (near.value, near.count, near.verdict) == (0.5, 400, FAILS)
     assert aligned.details == {"tau": 0.8, "recall of known text": 0.6}
 
 

@@ -52,13 +52,19 @@ def bootstrap(
     return float(low), float(high)
 
 
-def bootstrap_share(values: Sequence[float], clusters: Sequence[Hashable]) -> tuple[float, float]:
-    """As `bootstrap` of a mean of shares or of their differences. Where all values are equal a bootstrap knows no
-    doubt; then the interval reaches 3 / n to either side (rule of three)."""
-    low, high = bootstrap(values, clusters)
-    if low == high and len(set(values)) == 1:
-        return low - 3 / len(values), high + 3 / len(values)
-    return low, high
+def bootstrap_share(
+    values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of a mean of shares, or of differences of shares (from `least` to 1): the wider one of `bootstrap`
+    by cluster and value by value. Resamples hold nothing that was not seen; so where no value is the least, or none is
+    1, 3 / n of all may be that (rule of three)."""
+    count, mean = len(values), float(np.mean(values))
+    low, high = bootstrap(values, clusters, seed=seed)
+    kinds, counts = np.unique(values, return_counts=True)
+    means = np.random.default_rng(seed).multinomial(count, counts / count, RESAMPLES) @ kinds / count
+    below, above = np.percentile(means, [2.5, 97.5])
+    unseen_low, unseen_high = (3 / count if unseen else 0.0 for unseen in (kinds[0] > least, kinds[-1] < 1))
+    return min(low, float(below), mean - unseen_low), max(high, float(above), mean + unseen_high)
 
 
 def mcnemar(lost: int, won: int) -> float:

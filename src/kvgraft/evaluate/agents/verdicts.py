@@ -58,7 +58,7 @@ def _latency(variation: str, condition: str, pairs: Sequence[tuple[Ran, Ran]], r
 def _success(hypothesis: str, variation: str, condition: str, pairs: Sequence[tuple[Ran, Ran]]) -> Verdict:
     """Rounds of one episode are one pair each; in McNemar's test, too."""
     differences = [float(mine.success) - float(none.success) for mine, none in pairs]
-    low, high = bootstrap_share(differences, [mine.world for mine, _ in pairs])
+    low, high = bootstrap_share(differences, [mine.world for mine, _ in pairs], least=-1.0)
     lost, won = differences.count(-1.0), differences.count(1.0)
     details: dict[str, float | str] = {
         "success": mean(mine.success for mine, _ in pairs), "none": mean(none.success for _, none in pairs),
