@@ -1,8 +1,10 @@
 import base64
+from pathlib import Path
 
 import pytest
 from running import ADMIN, ALICE, BOB
 
+from kvgraft.vllm.server import tenancy
 from kvgraft.vllm.server.keys import Keys, check_exposure
 from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
 
@@ -50,6 +52,27 @@ def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
     assert salts.of(alice, "", None) == salts.of(alice)
     assert Salts().of(alice) != salts.of(alice)
     assert salts.nobody() not in {*keys, salts.nobody()}
+
+
+def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also when one starts while the other one is just writing the secret."""
+    folder, alice, keys = tmp_path / "store", Tenant.of(ALICE), []
+
+    def write_slowly(path: Path, data: bytes) -> None:
+        monkeypatch.undo()
+        path.touch(0o600)
+        keys.append(Salts(folder).of(alice))
+        path.write_bytes(data)
+
+    monkeypatch.setattr(tenancy, "write_file", write_slowly)
+    keys += [Salts(folder).of(alice), Salts(folder).of(alice)]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+    assert Salts(tmp_path / "another").of(alice) not in keys
+    (folder / "secret").write_bytes(b"short")
+    with pytest.raises(PermissionError, match="has 5 bytes, not 32"):
+        Salts(folder)
 
 
 def test_parts_of_the_cache_key_do_not_run_into_one_another():

@@ -112,10 +112,14 @@ class Salts:
 
 
 def _lasting_secret(directory: Path) -> bytes:
-    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first."""
+    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there only when whole."""
     path = private_directory(directory) / "secret"
-    with suppress(FileExistsError):
-        write_file(path, secrets.token_bytes(32))
+    if not path.exists():
+        temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
+        write_file(temporary, secrets.token_bytes(32))
+        with suppress(FileExistsError):
+            path.hardlink_to(temporary)
+        temporary.unlink()
     if len(found := path.read_bytes()) != 32:
         raise PermissionError(
             f"{path} has {len(found)} bytes, not 32: remove it, and nothing that is stored is found again"
