@@ -1,9 +1,11 @@
 """Verdicts on rows made by hand."""
 
+from io import StringIO
 from math import isnan, nan
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from kvgraft.engine.config import load_config
 from kvgraft.evaluate.agents.divergence import Row as Divergence
@@ -21,8 +23,9 @@ from kvgraft.evaluate.agents.inference import (
 )
 from kvgraft.evaluate.agents.numerics import judge_reindexing
 from kvgraft.evaluate.agents.proposals import Proposal
-from kvgraft.evaluate.agents.reruns import compare
+from kvgraft.evaluate.agents.reruns import Wavering, compare
 from kvgraft.evaluate.agents.runner import Row
+from kvgraft.evaluate.agents.tables import render_wavering
 from kvgraft.evaluate.agents.verdicts import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
 from kvgraft.testbed import MODEL_DIR
 
@@ -134,3 +137,11 @@ def test_reruns_are_compared_by_their_answers():
     assert one.entropy == pytest.approx(0.5623, abs=1e-3)
     with pytest.raises(ValueError, match="at least 2 rounds"):
         compare(reruns[:1])
+
+
+def test_the_table_of_reruns_fits_80_columns():
+    one = Wavering("sparsex:shallow=fresh", "adversarial", 300, 10, 0.123, 0.1, 0.2, 0.456, 0.789, 0.975)
+    console = Console(width=80, file=StringIO())
+    console.print(render_wavering([one]))
+    text = console.file.getvalue()
+    assert all(word in text for word in ("300 x 10", "0.123 ± 0.050", "0.456", "0.789", "success", "0.975"))

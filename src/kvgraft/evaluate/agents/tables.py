@@ -56,17 +56,17 @@ def render_verdicts(found: Sequence[Verdict]) -> RenderableType:
 
 def render_wavering(found: Sequence[Wavering]) -> RenderableType:
     """A line for each variation and condition."""
-    table = _table("condition", right=("episodes", "reruns", "distance", "from none", "entropy", "success"))
+    table = _table("condition", right=("runs", "distance", "from none", "entropy", "success"))
     for one in found:
         spread = "" if isnan(one.low) else f" ± {(one.high - one.low) / 2:.3f}"
         table.add_row(
-            one.condition if one.variation == PLAIN else f"{one.condition}, {one.variation}", str(one.episodes),
-            str(one.reruns), f"{one.distance:.3f}{spread}", "-" if one.from_none is None else f"{one.from_none:.3f}",
-            f"{one.entropy:.3f}", f"{one.success:.3f}",
+            one.condition if one.variation == PLAIN else f"{one.condition}, {one.variation}",
+            f"{one.episodes} x {one.reruns}", f"{one.distance:.3f}{spread}",
+            "-" if one.from_none is None else f"{one.from_none:.3f}", f"{one.entropy:.3f}", f"{one.success:.3f}",
         )  # fmt: skip
     legend = (
-        "distance: Levenshtein's between reruns, as a share; from none: to the rerun with equal draws and no reuse; "
-        "entropy: of the answers to a step, in nats"
+        "runs: episodes and reruns; distance: Levenshtein's between reruns, as a share; from none: to the rerun with "
+        "equal draws and no reuse; entropy: of the answers to a step, in nats"
     )
     return Group(table, Text(legend))
 
