@@ -12,6 +12,7 @@ import servers
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.slow
 def test_both_sides_are_measured():
     script = Path(servers.__file__).parent / "overhead.py"
     options = ["--tokens", "64", "--layers", "1", "--rounds", "3", "--json"]

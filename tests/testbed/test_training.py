@@ -111,6 +111,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
     assert {"loss", "lens", "needle", "variable"} <= log[0].keys()
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_goes_on(tmp_path: Path):
     command = [sys.executable, "-m", "kvgraft.testbed.training", "--out", str(tmp_path)]
     for until in (1, 2):

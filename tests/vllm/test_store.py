@@ -52,6 +52,7 @@ def plain() -> list[list[int]]:
     return [answers[0]["tokens"] for answers in run([KNOWN, MOVED], [OFF], [])]
 
 
+@pytest.mark.slow
 def test_evicted_blocks_come_back_from_host_memory(plain: list[list[int]]):
     read = [KNOWN, *flood(5)]
     moved, known = run([MOVED, KNOWN], [NAIVE, EVERYTHING, OFF], read, store_ram_gib=1)
