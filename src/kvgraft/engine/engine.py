@@ -13,7 +13,7 @@ from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.known import Known
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
-from kvgraft.engine.pools import make_pool, needs
+from kvgraft.engine.pools import lay_out, make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
@@ -23,7 +23,7 @@ from kvgraft.engine.sequence import Sequence
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.engine.tiers import Tiers
 from kvgraft.kv.documents import DocumentStore
-from kvgraft.kv.heads import HeadMap, StreamLayout
+from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
@@ -122,7 +122,7 @@ class Engine:
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
-        layout = self._lay_out(head_paging)
+        layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
         needed, similarity = needs((self.policy, *map(parse_policy, policies)), exits, match, config.num_layers)
         pool, cache = make_pool(
             config,
@@ -140,10 +140,8 @@ class Engine:
         chunk = -(-max_prefill_tokens // block_size) * block_size
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         known = Known(pool, layout, approximate_sources, require_clean_context, *cuts)
-        if store is not None and head_paging:
-            raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
-        self.store = None if store is None else store.open(block_size, *cuts)
-        tiers = None if self.store is None else Tiers(self.store, pool, cache, known)
+        tiers = None if store is None else Tiers.open(store, pool, cache, known, *cuts)
+        self.store = None if tiers is None else tiers.store
         self.memory = Memory(pool, cache, self.frozen, known, chunk, tiers)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
@@ -318,16 +316,6 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
-
-    def _lay_out(self, head_paging: bool) -> StreamLayout:
-        """Which page list each KV head follows; it is part of the model's identity."""
-        self._model = f"{self.config.identity}/{self.decoder.dtype}"
-        if not head_paging:
-            return StreamLayout.dense(self.config.num_layers, self.config.num_kv_heads)
-        if self.head_map is None:
-            raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
-        self._model += f"/{self.head_map.digest}"
-        return StreamLayout.by_class(self.head_map)
 
     def _scope(self, namespace: str) -> bytes:
         return scope_digest(self._model, namespace)

@@ -1,18 +1,35 @@
-"""The KV pool of an engine: how many pages, the tensors behind them, and what policies need kept beside."""
+"""The KV pool of an engine: its page lists, how many pages, the tensors behind them, what policies need kept beside."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from kvgraft.engine.config import ModelConfig
+from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.cache import KVCache
-from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
 from kvgraft.methods import count_layers
 from kvgraft.prefill.context import Policy
 from kvgraft.segments.segmentation import Similarity, parse_match
 
 PROMPTS = 8  # of the full length, for which there is never more memory than needed
+
+
+def lay_out(
+    config: ModelConfig, dtype: torch.dtype, head_map: HeadMap | None, *, head_paging: bool
+) -> tuple[StreamLayout, str]:
+    """Which page list each KV head follows, and the model's identity, of which that is a part.
+
+    Raises:
+        ValueError: head paging without a head map.
+    """
+    model = f"{config.identity}/{dtype}"
+    if not head_paging:
+        return StreamLayout.dense(config.num_layers, config.num_kv_heads), model
+    if head_map is None:
+        raise ValueError(f"head_paging needs a head map: {MAKE_MAP}")
+    return StreamLayout.by_class(head_map), f"{model}/{head_map.digest}"
 
 
 def make_pool(

@@ -1,6 +1,7 @@
 """Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a prompt wants them."""
 
 import os
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -12,7 +13,8 @@ from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.store import Chunk, SegmentStore, StoredBlock, consecutive
+from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.store import Chunk, SegmentStore, StoredBlock, StoreOptions, consecutive
 
 
 class Tiers:
@@ -28,6 +30,25 @@ class Tiers:
         self.cache = cache
         self.known = known
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two processes differ
+
+    @classmethod
+    def open(
+        cls,
+        options: StoreOptions,
+        pool: PagePool,
+        cache: KVCache,
+        known: Known,
+        similarity: Similarity | None,
+        anchors: Iterable[Items[int]],
+    ) -> "Tiers":
+        """A store with these options, that finds what the engine finds.
+
+        Raises:
+            ValueError, OSError: it cannot be used; the message says why.
+        """
+        if cache.layout.num_local_lists:
+            raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
+        return cls(options.open(pool.block_size, similarity, anchors), pool, cache, known)
 
     def keep(self, sequence: Sequence, *, ended: bool) -> None:
         """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when it has ended."""

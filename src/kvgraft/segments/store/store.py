@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from torch import Tensor
@@ -88,9 +87,7 @@ class SegmentStore:
     def __enter__(self) -> "SegmentStore":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -270,16 +267,13 @@ class SegmentStore:
 
     def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
         found: list[StoredBlock | None] = [None] * len(wanted)
-        places: dict[bytes, list[tuple[int, int]]] = {}
-        records: dict[bytes, Record] = {}
+        by_key: dict[bytes, list[tuple[int, Record, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
-                records[held[0].key] = held[0]
-                places.setdefault(held[0].key, []).append((at, held[1]))
-        for key in sorted(records, key=lambda key: key not in self._memory):  # before it is pushed out
-            record = records[key]
-            if (stored := self._load(record, len(places[key]))) is not None:
-                for at, place in places[key]:
+                by_key.setdefault(held[0].key, []).append((at, *held))
+        for key in sorted(by_key, key=lambda key: key not in self._memory):  # before it is pushed out
+            if (stored := self._load(by_key[key][0][1], len(by_key[key]))) is not None:
+                for at, record, place in by_key[key]:
                     found[at] = record.block(stored, place)
         return found
 
