@@ -17,6 +17,8 @@ from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
 
+NO_SLOT = -1  # vLLM's slot of padding
+
 
 class _Stop(Exception):
     """Ends a decoder layer right after its queries, keys and values are known."""
@@ -129,7 +131,8 @@ class ModelHost:
         attend: Callable[[Tensor, Tensor, Tensor], Tensor | None],
     ) -> tuple[Tensor, Tensor] | None:
         """One stock decoder layer with another attention in place of its own: `attend` is given queries [n, Hq, d],
-        keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there the layer ends. The cache stays as it is.
+        keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there the layer ends. The cache stays as it is,
+        and so do the residual streams: these tokens have no slots.
         """
         attention = self.attentions[index]
 
@@ -141,7 +144,7 @@ class ModelHost:
 
         attention.forward = forward  # of this module object alone, until the layer is done
         try:
-            with self._context(None, positions):
+            with self._context(None, torch.full_like(positions, NO_SLOT)):
                 after: tuple[Tensor, Tensor] = self.layers[index](positions, hidden, residual)
                 return after
         except _Stop:
