@@ -1,6 +1,6 @@
 """vLLM's block pool as our own code sees pages: virtual and frozen blocks live in it, nothing is copied."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,24 @@ class SharedPool:
         """Let vLLM find a page that we hold by this hash, as it finds its own."""
         hashed = SimpleNamespace(block_hashes=[block_hash])
         self._pool.cache_full_blocks(hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody find what these pages hold. Free ones become the first to be reclaimed, held ones when they are
+        given back: vLLM reclaims pages that can be found last, and in the order of their last use."""
+        for page in pages:
+            self.acquire([page])
+            self._pool.evict_blocks({page})
+            self.release([page])
+
+    def forget_hashes(self, block_hashes: Iterable[Any], own: Container[int] = (), keep: Container[int] = ()) -> None:
+        """`forget` the pages that vLLM finds by these hashes, except those in `keep` and those that somebody holds;
+        of pages in `own` one holder is who asks."""
+        for block_hash in block_hashes:
+            while found := self._pool.get_cached_block(block_hash, [0]):
+                page = found[0].block_id
+                if page in keep or found[0].ref_cnt > (page in own):
+                    break
+                self.forget([page])
 
     def acquire(self, pages: Iterable[int]) -> None:
         """Hold pages, so that they stay what they are."""

@@ -135,13 +135,15 @@ class KnownText:
         """Whether near-duplicates are grafted into a request, too."""
         return isinstance(tracked.options, RequestOptions) and tracked.options.match_similar
 
-    def name(self, tokens: np.ndarray, pages: list[int], source: int, source_start: int, scope: bytes) -> None:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
+    def name(self, tokens: np.ndarray, pages: list[int], source: int, source_start: int, scope: bytes) -> list[bool]:
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages. False
+        for those that are known often enough without them."""
         versions = self.pool.versions(pages)
         at = (np.array(pages), versions)
         ids = self.index.insert(tokens, *at, source=source, source_start=source_start, scope=scope)
         if self.similar is not None:
             self.similar.insert(ids, scope)
+        return [entry >= 0 for entry in ids.tolist()]
 
     def match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
         """What of a request's tokens int64 [T] is in vLLM's blocks and can be grafted where `free` bool [T] is set."""
@@ -180,6 +182,8 @@ class KnownText:
         )
         if self.similar is not None:
             self.similar.insert(ids, tracked.scope)
+        if lineage is Lineage.APPROXIMATE:
+            tracked.named_approximate |= {page for page, entry in zip(pages, ids.tolist(), strict=True) if entry >= 0}
         tracked.last_entry = int(ids[-1])
         tracked.num_sources += int((ids >= 0).sum())
 

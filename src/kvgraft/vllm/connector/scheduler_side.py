@@ -17,9 +17,10 @@ from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
-from kvgraft.vllm.compat import hide_answer, nonce_hash, on_cache_reset, set_prompt
+from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.accounts import Accounts
+from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.stored import StoredText
@@ -70,6 +71,7 @@ class SchedulerSide:
         capacity = min(self.settings.frozen_capacity, share)
         self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
         self.stored = StoredText(self.known, self._num_ranks) if self.settings.store else None
+        self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
@@ -128,12 +130,13 @@ class SchedulerSide:
             tracked.refusal = "too_little_known" if lengths else "no_known_text"
             return
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
-        tracked.whole, tracked.first_approximate = tuple(tokens), 0
+        tracked.whole = tuple(tokens)
         set_prompt(tracked.request, tokens[-num_kept:])  # only the last of them will ever be read
-        self._hide(tracked, 0)
+        self._hiding.hide(tracked, 0)
 
     def _expand(self, tracked: Tracked, reason: str) -> None:
         """The request has its whole prompt again and is computed in full."""
+        self._hiding.give_up(tracked)
         set_prompt(tracked.request, list(tracked.whole))
         tracked.whole, tracked.documents, tracked.hashes, tracked.first_approximate = (), (), None, tracked.num_exact
         tracked.refusal = reason
@@ -150,6 +153,7 @@ class SchedulerSide:
             self.accounts.admitted(tracked, None)
         tracked.admitted, tracked.candidate = True, None
         tracked.num_offered, tracked.last_entry = 0, -1
+        tracked.named_approximate.clear()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
@@ -186,6 +190,7 @@ class SchedulerSide:
         del self._requests[tracked.id]
         if not tracked.whole:
             self._offer(tracked, blocks, request.num_computed_tokens, ended=True)
+        self._hiding.give_up(tracked)
         if isinstance(tracked.options, Control):
             return {KEY: self.known.apply(tracked, blocks)} if request.num_output_tokens else None
         tracked.report.registered_blocks = tracked.num_sources
@@ -234,44 +239,26 @@ class SchedulerSide:
             num_grafted = int(candidate.plan.grafted.sum())
             request.prefill_stats.set(tracked.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
-        tracked.first_approximate = min(tracked.first_approximate, candidate.first_graft)
         if not tracked.whole:
-            self._hide(tracked, candidate.first_graft // self._block_size)
+            self._hiding.hide(tracked, candidate.first_graft)
         tokens = torch.tensor(tracked.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
         job = Job(tracked.id, options.policy, candidate.plan, tokens, table, tracked.documents, tracked.scope)
         self._jobs.append(job)
-
-    def _hide(self, tracked: Tracked, first_block: int) -> None:
-        """Give blocks from first_block on hashes that no content has; hashes of generated blocks chain from them."""
-        hashes = tracked.request.block_hashes
-        if tracked.hashes is None:
-            tracked.hashes = (first_block, list(hashes[first_block:]))
-        nonce = os.urandom(32)
-        for block in range(first_block, len(hashes)):
-            hashes[block] = nonce_hash(nonce, block)
-
-    def _reveal(self, tracked: Tracked) -> None:
-        """The request is computed in full after all: vLLM's own hashes stand again."""
-        if tracked.hashes is not None:
-            first, hashes = tracked.hashes
-            del tracked.request.block_hashes[first:]
-            tracked.request.block_hashes.extend(hashes)
-            tracked.request.update_block_hashes()
-        tracked.hashes, tracked.first_approximate = None, tracked.num_exact
 
     def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
         self.known.pool.release(tracked.pinned)
         candidate, tracked.pinned, tracked.recovery = tracked.recovery, [], None
         if tracked.finished:
             del self._requests[tracked.id]
+            self._hiding.give_up(tracked)
             self.accounts.aborted()
         elif outcome.failure is not None:
             tracked.refusal = tracked.reason = outcome.failure
             if tracked.whole:
                 self._expand(tracked, outcome.failure)
             else:
-                self._reveal(tracked)
+                self._hiding.reveal(tracked)
             self.accounts.admitted(tracked, None)
         else:
             self.accounts.recovered(tracked, candidate, outcome)

@@ -150,7 +150,9 @@ class StoredText:
             tokens = np.concatenate([block.tokens for block, _ in here[run]])
             first, pages = here[run.start][0], [page for _, page in here[run]]
             source, start = first.start
-            self.known.name(tokens, pages, source, start, first.record.chunk.scope)
+            named = self.known.name(tokens, pages, source, start, first.record.chunk.scope)
+            pairs = zip(here[run], named, strict=True)
+            self.known.pool.forget([page for (block, page), found in pairs if block.block_hash is None and not found])
         self.known.pool.release(load.blocks)
 
 

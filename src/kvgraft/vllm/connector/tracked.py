@@ -50,6 +50,7 @@ class Tracked:
         recovery: the admitted plan while the workers are at it.
         accounted: whether the metrics have counted it.
         num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
+        named_approximate: its pages that hold or follow grafts, and can be grafted from.
         num_stored: leading blocks that the stores were offered.
         load: number of the load that it waits or has waited for, or None before it has asked.
         num_sources: entries that this request added.
@@ -73,6 +74,7 @@ class Tracked:
     num_offered: int = 0
     last_entry: int = -1
     num_sources: int = 0
+    named_approximate: set[int] = field(default_factory=set)
     num_stored: int = 0
     load: int | None = None
     whole: tuple[int, ...] = ()

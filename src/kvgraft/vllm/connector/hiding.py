@@ -1,0 +1,53 @@
+"""Blocks that exact lookups must not find: those that hold or follow grafts, and what stands for a longer prompt."""
+
+import os
+from typing import Any
+
+from kvgraft.vllm.compat import nonce_hash
+from kvgraft.vllm.connector.tracked import Tracked
+from kvgraft.vllm.pool import SharedPool
+
+
+class Hiding:
+    """Gives such blocks hashes that no content has; the true ones come back if the request is computed in full.
+
+    Args:
+        kv_cache_manager: vLLM's; it knows the blocks of a request.
+    """
+
+    def __init__(self, kv_cache_manager: Any, pool: SharedPool, block_size: int) -> None:
+        self._manager, self._pool, self._block_size = kv_cache_manager, pool, block_size
+
+    def first_block(self, tracked: Tracked) -> int:
+        """The first hidden block of a request."""
+        return tracked.first_approximate // self._block_size
+
+    def hide(self, tracked: Tracked, first_token: int) -> None:
+        """Hide the block of this token and what follows; hashes of generated blocks chain from there. A request that
+        was preempted may have hidden some before."""
+        hashes, first = tracked.request.block_hashes, first_token // self._block_size
+        self._pool.forget_hashes(hashes[max(first, self.first_block(tracked)) :])
+        hidden, before = tracked.hashes or (len(hashes), [])
+        tracked.hashes = (min(first, hidden), [*hashes[first:hidden], *before])
+        tracked.first_approximate = min(tracked.first_approximate, first_token)
+        nonce = os.urandom(32)
+        for block in range(first, len(hashes)):
+            hashes[block] = nonce_hash(nonce, block)
+
+    def reveal(self, tracked: Tracked) -> None:
+        """The request is computed in full after all: vLLM's own hashes stand again."""
+        self.give_up(tracked)
+        if tracked.hashes is not None:
+            first, hashes = tracked.hashes
+            del tracked.request.block_hashes[first:]
+            tracked.request.block_hashes.extend(hashes)
+            tracked.request.update_block_hashes()
+        tracked.hashes, tracked.first_approximate = None, tracked.num_exact
+
+    def give_up(self, tracked: Tracked) -> None:
+        """Let go of what a request has hidden, before it gives its blocks back: vLLM would take them for its most
+        recent ones and push out others. Those that can be grafted from stay, and those that somebody else holds."""
+        hidden = tracked.request.block_hashes[self.first_block(tracked) :]
+        if hidden:
+            own = set(self._manager.get_block_ids(tracked.id)[0])
+            self._pool.forget_hashes(hidden, own, tracked.named_approximate)
