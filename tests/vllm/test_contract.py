@@ -50,7 +50,7 @@ IMPLS = (
     f"{BACKENDS}triton_attn:TritonAttentionImpl"
 )
 
-OUTPUT = "vllm.outputs:RequestOutput"
+OUTPUT, PROCESSOR = "vllm.outputs:RequestOutput", "vllm.v1.engine.output_processor:OutputProcessor"
 TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.models"
 
 # what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
@@ -123,6 +123,12 @@ HANDED = {
     ("connector/__init__.py", "", "blocks"): BLOCKS,
     ("connector/accounts.py", "", "request"): REQUEST,
     ("connector/accounts.py", "", "request.prefill_stats"): PREFILL_STATS,
+    ("compat/reports.py", "", "request"): REQUEST,
+    ("compat/reports.py", "process_outputs", "output"): "vllm.v1.engine:EngineCoreOutput",
+    ("compat/reports.py", "", "output_processor"): PROCESSOR,
+    ("compat/reports.py", "", "self._processor"): PROCESSOR,
+    ("connector/ahead.py", "", "request"): REQUEST,
+    ("connector/ahead.py", "", "tracked.request"): REQUEST,
     ("connector/hiding.py", "", "tracked.request"): REQUEST,
     ("connector/hiding.py", "", "self._manager"): MANAGER,
     ("connector/known.py", "", "kv_cache_manager"): MANAGER,

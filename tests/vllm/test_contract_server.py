@@ -20,8 +20,11 @@ from vllm.plugins import DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP, load_end
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
 from kvgraft.vllm.server.guard import EngineGuard
 from kvgraft.vllm.server.plugin import FrontDoorPlugin
@@ -121,6 +124,19 @@ def test_every_request_passes_the_guard():
     assert ours[:3] == theirs[:3]
     admit = list(inspect.signature(EngineGuard.admit).parameters)
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
+
+
+def test_every_output_passes_the_guard_and_carries_what_went_ahead():
+    source = inspect.getsource(AsyncLLM._run_output_handler)
+    assert "output_processor.process_outputs(" in source, "StoppedReports stands before it"
+    theirs, ours = (inspect.signature(cls.process_outputs) for cls in (OutputProcessor, StoppedReports))
+    assert next(iter(list(theirs.parameters)[1:])) == "engine_core_outputs", "StoppedReports takes them by place"
+    assert len(ours.parameters) == 4
+    made = inspect.getsource(Scheduler.update_from_output)
+    assert "trace_headers=request.trace_headers" in made, "compat.reports.send_ahead sets the headers of the request"
+    outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
+    assert outputs < stats, "ReportsAhead.end_of_step is called when the outputs have been made"
+    assert RequestState.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
 
 
 def test_options_travel_in_the_extra_arguments():

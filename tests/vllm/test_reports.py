@@ -1,6 +1,7 @@
 """What a client is told about its request, and what the metrics say of all of them, is what happened."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from hosts import Host
 
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.policies import DEFAULT_POLICY, POLICIES
+from kvgraft.vllm.compat.reports import StoppedReports
 
 DOCUMENT, OPENING = words(300, 1), words(100, 2)
 KINDS = ("prefix", "grafted", "fresh")
@@ -167,6 +169,54 @@ def test_a_graft_after_a_preemption_is_reported(host: Host):
     assert host.side.known.pool.hit_counts.sum() > 0  # it did graft
     assert (report["grafted_tokens"], report["reason"]) == (288, None)
     assert sum(report[f"{kind}_tokens"] for kind in KINDS) == report["prompt_tokens"] == len(prompt)
+
+
+@pytest.fixture
+def front_end(host: Host) -> Iterator[StoppedReports]:
+    """What a server has before vLLM's output processor."""
+    processor = host.engine.output_processor
+    yield StoppedReports(processor)
+    del processor.process_outputs
+
+
+def stopping(host: Host, ask: Ask) -> dict[str, Any]:
+    """A stop string that ends an answer in its midst."""
+    [answer] = host.ask(ask)
+    return {"stop": [f"w{answer.tokens[len(answer.tokens) // 2]}"], "detokenize": True}
+
+
+@pytest.mark.parametrize("options", [NAIVE, OFF, {"policy": "failing"}, {"policy": "condense", "ratio": 0.5}], ids=str)
+@pytest.mark.parametrize("num_document_blocks", [4, 9])
+def test_the_report_goes_ahead_of_a_stop_string(
+    host: Host, front_end: StoppedReports, options: dict[str, Any], num_document_blocks: int
+):
+    """Also where the prompt, or its recovery, takes several steps."""
+    host.read(DOCUMENT[: num_document_blocks * BLOCK])
+    ask = Ask(words(20, 3) + DOCUMENT + words(9, 4), options, max_tokens=40)
+    stop = stopping(host, ask)
+    host.forget()
+    host.read(DOCUMENT[: num_document_blocks * BLOCK])
+    name = host.add(ask, **stop)
+    [answer] = host.finish(name)
+    assert len(answer.tokens) < 40
+    host.settle()
+    host.forget()
+    host.read(DOCUMENT[: num_document_blocks * BLOCK])
+    [truth] = host.ask(Ask(ask.prompt, options, max_tokens=1))
+    varying = {"stages": answer.report["stages"]}
+    assert answer.report == truth.report | varying
+    assert set(varying["stages"]) == set(truth.report["stages"])
+    assert len(front_end) == 0
+    assert not host.side._ahead._due
+
+
+def test_it_is_sent_once(host: Host, front_end: StoppedReports):
+    name = host.add(Ask(words(20, 3), OFF, max_tokens=30), stop=["nothing like it"], detokenize=True)
+    host.step_until(lambda: name in host.outputs)
+    host.step()
+    assert host.request(name).trace_headers is None
+    assert len(front_end) == 1
+    host.finish(name)
 
 
 def test_many_spans_are_cut_off(host: Host):

@@ -9,9 +9,10 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.options import Report, RequestOptions
 from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, EngineGuard
 from kvgraft.vllm.server.ledger import Ledger
@@ -26,6 +27,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.engine_core = SimpleNamespace(add_request_async=self.keep)
+        self.output_processor = SimpleNamespace(request_states={}, process_outputs=lambda outputs: list(outputs))
         self.requests: list[EngineCoreRequest] = []
         self.closed = False
 
@@ -120,3 +122,30 @@ def test_who_stops_reading_stops_the_engine_at_once(engine: Engine):
         assert engine.closed
 
     asyncio.run(run())
+
+
+class State:
+    """What vLLM keeps of a request in the front end."""
+
+
+def sent(request_id: str, headers: dict[str, str] | None, **last: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [1], trace_headers=headers, **last)
+
+
+def test_a_report_that_went_ahead_is_handed_out_with_any_output_that_may_be_the_last():
+    processor = Engine().output_processor
+    kept, asked = StoppedReports(processor), SimpleNamespace(trace_headers={"traceparent": "t"})
+    send_ahead(asked, REPORT.as_params())
+    first = asked.trace_headers
+    stop_sending(asked)
+    assert asked.trace_headers == {"traceparent": "t"}
+    processor.request_states |= {"a": State(), "b": State()}
+    outputs = [sent("a", first), sent("a", asked.trace_headers), sent("b", None), sent("gone", first)]
+    last = sent("a", None, kv_transfer_params={"kvgraft": {"the engine's": "own"}})
+    assert processor.process_outputs([*outputs, last]) == [*outputs, last]
+    assert [output.kv_transfer_params for output in outputs] == [REPORT.as_params()] * 2 + [None] * 2
+    assert [output.trace_headers for output in outputs[:2]] == [{"traceparent": "t"}] * 2
+    assert last.kv_transfer_params == {"kvgraft": {"the engine's": "own"}}
+    assert len(kept) == 1
+    del processor.request_states["a"]
+    assert len(kept) == 0, "nothing is kept of what has ended"

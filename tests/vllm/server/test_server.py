@@ -159,17 +159,67 @@ def test_a_stream_says_the_same_as_one_answer_and_without_usage_it_is_vllms_own(
     assert not any("kv_transfer_params" in (chunk.model_extra or {}) for chunk in chunks)
 
 
-def test_a_request_that_a_stop_string_ends_is_still_entered(server: RunningServer, texts: Any):
-    """vLLM drops the engine's report there; its own counts take the place."""
-    document = texts.document(200)
-    answer = server.openai(ALICE).completions.create(
-        model="bundled", prompt=document, max_tokens=64, temperature=0, stop=[" ", "."], extra_body={"ignore_eos": True}
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    newest = server.status(ALICE)["recent"][0]
-    assert newest["prompt_tokens"] == answer.usage.prompt_tokens
-    assert newest["outcome"] == "miss"
+STOP: dict[str, Any] = {"stop": [" "], "max_tokens": 64, "extra_body": {"ignore_eos": True}}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+VARYING = ("stages",)
+
+
+def report_of(answer: Any) -> dict[str, Any]:
+    """The report of an answer, or of the last chunk of a stream, without the times."""
+    last = answer if hasattr(answer, "choices") else list(answer)[-1]
+    report = (last.model_extra or {})["kv_transfer_params"]["kvgraft"]
+    return {name: value for name, value in report.items() if name not in VARYING}
+
+
+def ways_to_ask(server: RunningServer, text: str) -> dict[str, Callable[..., Any]]:
+    client, options = server.openai(ALICE), {"model": "bundled", "temperature": 0}
+    messages: Any = said(text)
+    return {
+        "completion": lambda **more: client.completions.create(prompt=text, **options, **more),
+        "chat": lambda **more: client.chat.completions.create(messages=messages, **options, **more),
+        "completion stream": lambda **more: client.completions.create(prompt=text, **options, **STREAM, **more),
+        "chat stream": lambda **more: client.chat.completions.create(messages=messages, **options, **STREAM, **more),
+    }
+
+
+@pytest.mark.parametrize("way", ["completion", "chat", "completion stream", "chat stream"])
+def test_an_answer_that_a_stop_string_ends_has_the_whole_report(server: RunningServer, texts: Any, way: str):
+    document = texts.document()
+    complete(server, ALICE, document)
+    ask = ways_to_ask(server, elsewhere(document))[way]
+    expected = report_of(ask(max_tokens=4))
+    assert expected["grafted_tokens"] >= 500
+    before = server.status(ALICE)["totals"]["requests"]["grafted"]
+    assert report_of(ask(**STOP)) == expected
+    seen = server.status(ALICE)
+    assert seen["totals"]["requests"]["grafted"] == before + 1
+    assert (seen["recent"][0]["outcome"], seen["recent"][0]["spans"]) == ("grafted", expected["spans"])
+    assert 0 < seen["recent"][0]["output_tokens"] < 64
+
+
+def test_without_known_text_a_stopped_answer_says_so_and_counts_the_blocks_of_its_prompt(
+    server: RunningServer, texts: Any
+):
+    report = report_of(ways_to_ask(server, texts.document(200))["completion"](**STOP))
+    assert (report["reason"], report["grafted_tokens"]) == ("no_known_text", 0)
+    assert report["registered_blocks"] == report["prompt_tokens"] // BLOCK > 0
+    assert server.status(ALICE)["recent"][0]["outcome"] == "miss"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_prompts_or_answers_that_stop_each_is_reported(server: RunningServer, texts: Any, stream: bool):
+    documents = [texts.document(), texts.document(300)]
+    for document in documents:
+        complete(server, ALICE, document)
+    more: dict[str, Any] = {**STOP, **(STREAM if stream else {}), "model": "bundled"}
+    client = server.openai(ALICE)
+    prompts = [elsewhere(document) for document in documents]
+    report = report_of(client.completions.create(prompt=prompts, temperature=0, **more))
+    assert report["grafted_tokens"] >= 500
+    assert {entry["outcome"] for entry in server.status(ALICE)["recent"][:2]} == {"grafted"}
+    report = report_of(client.completions.create(prompt=prompts[1], n=2, temperature=1.0, seed=1, **more))
+    assert 500 > report["grafted_tokens"] >= 200
+    assert server.status(ALICE)["recent"][0]["outcome"] == "grafted"
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

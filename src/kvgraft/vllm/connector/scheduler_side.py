@@ -20,6 +20,7 @@ from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.accounts import Accounts
+from kvgraft.vllm.connector.ahead import ReportsAhead
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
@@ -71,6 +72,7 @@ class SchedulerSide:
         capacity = min(self.settings.frozen_capacity, share)
         self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
         self.stored = StoredText(self.known, self._num_ranks) if self.settings.store else None
+        self._ahead = ReportsAhead(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         on_cache_reset(kv_cache_manager, self.forget)
 
@@ -151,6 +153,7 @@ class SchedulerSide:
             self.known.pool.release(sources)
         if not tracked.recovering and not tracked.admitted:
             self.accounts.admitted(tracked, None)
+            self._ahead.add(tracked)
         tracked.admitted, tracked.candidate = True, None
         tracked.num_offered, tracked.last_entry = 0, -1
         tracked.named_approximate.clear()
@@ -161,6 +164,7 @@ class SchedulerSide:
             self.known.pool.release(sources)
         self._tentative.clear()
         self._offered = False
+        self._ahead.send(output.num_scheduled_tokens, lambda request_id: self._manager.get_block_ids(request_id)[0])
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
         if self.stored is not None:
@@ -184,6 +188,7 @@ class SchedulerSide:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
         tracked = self._requests[request.request_id]
         tracked.finished = True
+        self._ahead.drop(tracked)
         if tracked.recovering:  # aborted: its blocks and sources stay until the workers have let go
             self._cancelled.add(tracked.id)
             return None
@@ -197,7 +202,8 @@ class SchedulerSide:
         return tracked.report.as_params()
 
     def take_stats(self) -> Stats | None:
-        """What happened since the last call."""
+        """What happened since the last call; vLLM asks in every step, when it has made the step's outputs."""
+        self._ahead.end_of_step()
         return self.accounts.take(self.known)
 
     def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
@@ -253,7 +259,8 @@ class SchedulerSide:
             del self._requests[tracked.id]
             self._hiding.give_up(tracked)
             self.accounts.aborted()
-        elif outcome.failure is not None:
+            return
+        if outcome.failure is not None:
             tracked.refusal = tracked.reason = outcome.failure
             if tracked.whole:
                 self._expand(tracked, outcome.failure)
@@ -262,6 +269,7 @@ class SchedulerSide:
             self.accounts.admitted(tracked, None)
         else:
             self.accounts.recovered(tracked, candidate, outcome)
+        self._ahead.add(tracked)
 
     def _offer_running(self) -> None:
         """Once in a scheduling step: what running requests have computed of their prompts becomes known."""

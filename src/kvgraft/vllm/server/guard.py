@@ -11,6 +11,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.server.ledger import Entry, Ledger
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
@@ -61,12 +62,13 @@ class EngineGuard:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
-        client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance.
+        client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance, and one of its output processor.
     """
 
     def __init__(self, client: Any, salts: Salts, ledger: Ledger, default: RequestOptions) -> None:
         self._salts, self._ledger, self._default = salts, ledger, default
         self._generate, client.generate = client.generate, self.generate
+        self._stopped = StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:

@@ -102,7 +102,7 @@ def _outcome(report: Report) -> str:
 
 
 def _bare_report(output: Any) -> Report:
-    """What vLLM itself knows of a request about which the engine reported nothing (as when a stop string ended it)."""
+    """What vLLM itself knows of a request about which the engine reported nothing, as when it failed."""
     total, prefix = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     spans: list[list[int | str]] = [[0, prefix, "prefix"]] if prefix else []
     spans.append([prefix, total, "fresh"])
