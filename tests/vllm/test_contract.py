@@ -17,6 +17,7 @@ import pytest
 
 import kvgraft.vllm
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.connector import KVGraftConnector
 
@@ -123,6 +124,10 @@ HANDED = {
     ("connector/__init__.py", "", "blocks"): BLOCKS,
     ("connector/accounts.py", "", "request"): REQUEST,
     ("connector/accounts.py", "", "request.prefill_stats"): PREFILL_STATS,
+    ("compat/events.py", "", "block_pool"): POOL,
+    ("compat/events.py", "", "self._pool"): POOL,
+    ("compat/events.py", "cache_full_blocks", "request"): REQUEST,
+    ("compat/events.py", "_first_blocks", "event"): "vllm.distributed.kv_events:BlockStored",
     ("compat/reports.py", "", "request"): REQUEST,
     ("compat/reports.py", "process_outputs", "output"): "vllm.v1.engine:EngineCoreOutput",
     ("compat/reports.py", "", "output_processor"): PROCESSOR,
@@ -295,6 +300,13 @@ def test_what_vllm_hands_to_us_has_what_we_use(where: tuple[str, str, str], path
 def test_the_sizes_that_we_refuse_are_still_called_so():
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         assert has(PARALLEL, name), f"compat.support._parallel_reasons asks for {name}, with 1 where there is none"
+
+
+def test_all_blocks_become_cached_and_all_events_are_taken_where_we_stand():
+    pool, manager = resolve(POOL), resolve(MANAGER)
+    ours = list(inspect.signature(ExactEvents.cache_full_blocks).parameters)[:5]
+    assert list(inspect.signature(pool.cache_full_blocks).parameters)[:5] == ours, "ExactEvents stands before it"
+    assert "self.block_pool.take_events()" in inspect.getsource(manager.take_events), "ExactEvents stands before it"
 
 
 def overrides() -> list[str]:

@@ -18,6 +18,7 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
+from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.accounts import Accounts
 from kvgraft.vllm.connector.ahead import ReportsAhead
@@ -74,6 +75,7 @@ class SchedulerSide:
         self.stored = StoredText(self.known, self._num_ranks) if self.settings.store else None
         self._ahead = ReportsAhead(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
+        ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
@@ -85,6 +87,10 @@ class SchedulerSide:
             for tracked in self._requests.values():
                 tracked.num_stored = NEVER
         return self.known.clear()
+
+    def _first_hidden(self, request: Any) -> int:
+        """The first block of a request that nobody may find."""
+        return self._hiding.first_block(self._requests[request.request_id])
 
     def _frozen_share(self, num_blocks: int) -> float:
         """Share of the pool that leaves room for the longest request of anybody else."""
