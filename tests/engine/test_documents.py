@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.decoder import causal_attention
 from kvgraft.kv.documents import Document
+from kvgraft.kv.importance import Received
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments
@@ -29,7 +30,7 @@ POLICIES = [
     SamKV(bias="off", recomputed="none", block=8),
     SamKV(selection="off", update="overwrite"),
     SamKV(top_p="off", ratio=0.5, recomputed="kept", initial=0, local=0, halo=2),
-    SamKV(ratio=0.0, initial=0, local=0),
+    SamKV(top_p="off", ratio=0.0, initial=0, local=0),
     Condense(),
     Condense(ratio=0.4, rounds=3, hops=0, update="fusion"),
     Condense(ratio=0.4, initial=2, local=0, recomputed="none"),
@@ -328,6 +329,20 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
     assert document.exponents.shape == document.attention.shape == (layers, 13)
     assert document.exponents[:, 12].isinf().all()  # nothing to fit behind the last tokens
     assert document.outliers.shape == (layers, 100)
+
+
+def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Sinks neither are outliers, which are recomputed anyway, nor do they hide those of the middle."""
+    exponents = torch.linspace(0.9, 1.1, 200)
+    exponents[[0, 80, 192]] = torch.tensor([-50.0, 0.5, -40.0])  # the first tokens of blocks 0, 10 and 24
+
+    def received(query: torch.Tensor, keys: torch.Tensor) -> Received:
+        return Received(torch.zeros(200), exponents)
+
+    monkeypatch.setattr("kvgraft.prefill.documents.reading.received_attention", received)
+    engine.read_documents(Request(prompt_of([200]), "samkv:block=8"))
+    [document] = engine.library.store._documents.values()
+    assert document.outliers.nonzero()[:, 1].tolist() == [80] * engine.config.num_layers
 
 
 @pytest.mark.parametrize(

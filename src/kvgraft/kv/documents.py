@@ -64,7 +64,8 @@ class Document:
         exponents: float32 [L, B], of the power law by which the attention that a block's representative token receives
             decays: the smallest is the most important block (Appendix A.1). Infinite where too little text follows.
         attention: float32 [L, B], what it receives on average: the smallest is the most unimportant block.
-        outliers: bool [L, n], representative tokens whose exponent is exceptionally small: to be recomputed.
+        outliers: bool [L, n], representative tokens of middle blocks whose exponent is exceptionally small among these: to
+            be recomputed.
     """
 
     keys: Tensor
