@@ -17,7 +17,7 @@ MEMORY = torch.device("cpu")  # where documents lie
 
 def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Document:
     """The KV of a text at positions 0..n-1, and what is known of its blocks."""
-    count, size, middle = len(tokens), blocks.size_for(len(tokens)), blocks.middle(len(tokens))
+    count, size, middle = len(tokens), blocks.size, blocks.middle(len(tokens))
     local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     ctx = PartialPrefill(host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), Layout([], blocks, count), 0)
