@@ -34,9 +34,12 @@ REDKNOT = (  # the default; without each of its parts; without any; with less in
     "redknot:mass=1.0,windows=off,reuse=off", "redknot:dense_until=1,mass=0.2,recent=32,min_keep=16",
 )  # fmt: skip
 SUITES = "ruler,multihop,instruction,chat,agents,stress"
-DOCUMENTS = ("naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv", "samkv:top_p=off", "condense")
+DOCUMENTS = (
+    "naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv:block=8", "samkv:block=8,top_p=off",
+    "condense",
+)  # fmt: skip
 SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, recomputation; then overwriting
-    f"samkv:top_p=off{options}"
+    f"samkv:block=8,top_p=off{options}"
     for options in (
         ",selection=off,recomputed=none", ",selection=off", ",bias=off,recomputed=none", ",recomputed=none",
         ",bias=off", "", ",update=overwrite",
@@ -163,9 +166,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_8": _documents(8, 4250, items=12),
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
-    "documents_native": _documents(8, 4250, ("transitive", "samkv:top_p=off", "condense"), items=3),
+    "documents_native": _documents(8, 4250, ("transitive", "samkv:block=8,top_p=off", "condense"), items=3),
     "documents_vllm": replace(
-        _documents(8, 4250, ("transitive", "samkv:top_p=off", "condense"), items=3), host="vllm"
+        _documents(8, 4250, ("transitive", "samkv:block=8,top_p=off", "condense"), items=3), host="vllm"
     ),  # the same prompts
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts

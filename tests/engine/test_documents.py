@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.decoder import causal_attention
 from kvgraft.kv.documents import Document
+from kvgraft.kv.importance import Received
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments
@@ -26,10 +27,11 @@ EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(roun
 POLICIES = [
     *EXACT,
     SamKV(),
+    SamKV(block=8),
     SamKV(bias="off", recomputed="none", block=8),
-    SamKV(selection="off", update="overwrite"),
-    SamKV(top_p="off", ratio=0.5, recomputed="kept", initial=0, local=0, halo=2),
-    SamKV(ratio=0.0, initial=0, local=0),
+    SamKV(selection="off", update="overwrite", block=8),
+    SamKV(top_p="off", ratio=0.5, recomputed="kept", block=8, initial=0, local=0, halo=2),
+    SamKV(top_p="off", ratio=0.0, initial=0, local=0),
     Condense(),
     Condense(ratio=0.4, rounds=3, hops=0, update="fusion"),
     Condense(ratio=0.4, initial=2, local=0, recomputed="none"),
@@ -162,7 +164,7 @@ class Watched(SamKV):
 def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
     """Layers keep different tokens; keys stand where the prompt has them."""
     prompt = prompt_of([100, 80, 120])
-    sequence = engine._sequence(0, Request(prompt, Watched(recomputed="none", top_p="off", ratio=0.5)))
+    sequence = engine._sequence(0, Request(prompt, Watched(recomputed="none", top_p="off", ratio=0.5, block=8)))
     engine.scheduler.waiting.append(sequence)
     engine.scheduler.step()
     ctx, kept = Watched.seen.pop()
@@ -205,7 +207,7 @@ def test_a_question_asks_again_over_the_fresh_tokens_of_before(engine: Engine):
     torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize("policy", [SamKV(), Condense()], ids=str)
+@pytest.mark.parametrize("policy", [SamKV(block=8), Condense()], ids=str)
 def test_less_memory_is_held_than_by_full_prefill(engine: Engine, policy: KeepsDocuments):
     prompt = prompt_of([110] * 4, opening=0)
     expected = ask(engine, prompt, "full").report.kv_bytes
@@ -241,14 +243,15 @@ def test_an_answer_reads_its_documents(engine: Engine):
 
 def test_documents_are_read_once_a_namespace(engine: Engine):
     prompt = prompt_of([40, 50, 40])
-    request = Request(prompt, "samkv")
+    samkv = "samkv:block=8"  # cuts documents as condense does
+    request = Request(prompt, samkv)
     assert engine.read_documents(request) == 3
     assert engine.read_documents(request) == 0
     assert engine.read_documents(Request(prompt, "full")) == 0
-    assert ask(engine, prompt, "samkv").report.counts["documents_read"] == 0
+    assert ask(engine, prompt, samkv).report.counts["documents_read"] == 0
     assert ask(engine, prompt, "condense").report.counts["documents_read"] == 0
     assert ask(engine, prompt, "condense:block=4").report.counts["documents_read"] == 3
-    mine, theirs = (ask(engine, prompt, "samkv", namespace=name) for name in ("default", "other"))
+    mine, theirs = (ask(engine, prompt, samkv, namespace=name) for name in ("default", "other"))
     assert (mine.report.counts["documents_read"], theirs.report.counts["documents_read"]) == (0, 3)
     assert torch.equal(mine.first_logits, theirs.first_logits)  # type: ignore[arg-type]
 
@@ -287,7 +290,7 @@ def test_a_small_pool_takes_more_prompts_of_kept_documents(model_dirs: dict[str,
     engine = Engine(model_dirs["qwen3"], dtype="float32", num_pages=10)
     prompt = prompt_of([140, 140], opening=0)
     assert "10 can be freed" in (ask(engine, prompt, "full").error or "")
-    policy = "samkv:ratio=0.25,initial=0,local=1"
+    policy = "samkv:block=8,ratio=0.25,initial=0,local=1"
     requests = [Request(prompt, policy, SamplingParams(max_tokens=30, ignore_eos=True)) for _ in range(3)]
     results = engine.generate(requests)
     assert [result.error for result in results] == [None] * 3
@@ -317,7 +320,7 @@ def test_a_prompt_kept_in_part_is_handed_over_in_part(engine: Engine, model_dirs
 
 
 def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
-    engine.read_documents(Request(prompt_of([100]), "samkv"))
+    engine.read_documents(Request(prompt_of([100]), "samkv:block=8"))
     [document] = engine.library.store._documents.values()
     assert isinstance(document, Document)
     layers, heads = engine.config.num_layers, engine.config.num_kv_heads
@@ -328,6 +331,20 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
     assert document.exponents.shape == document.attention.shape == (layers, 13)
     assert document.exponents[:, 12].isinf().all()  # nothing to fit behind the last tokens
     assert document.outliers.shape == (layers, 100)
+
+
+def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Sinks neither are outliers, which are recomputed anyway, nor do they hide those of the middle."""
+    exponents = torch.linspace(0.9, 1.1, 200)
+    exponents[[0, 80, 192]] = torch.tensor([-50.0, 0.5, -40.0])  # the first tokens of blocks 0, 10 and 24
+
+    def received(query: torch.Tensor, keys: torch.Tensor) -> Received:
+        return Received(torch.zeros(200), exponents)
+
+    monkeypatch.setattr("kvgraft.prefill.documents.reading.received_attention", received)
+    engine.read_documents(Request(prompt_of([200]), "samkv:block=8"))
+    [document] = engine.library.store._documents.values()
+    assert document.outliers.nonzero()[:, 1].tolist() == [80] * engine.config.num_layers
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,18 @@ def test_frozen_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, P
     engine.check()
 
 
+def test_a_request_does_not_shed_what_it_uses_itself(model_dirs: dict[str, Path]):
+    """Even if nobody used it before: its own pages would free nothing."""
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
+    engine.freeze("wanted", Request(tokens(70, 1)))
+    engine.freeze("other", Request(tokens(70, 2)))
+    ask = Request(tokens(5, 3) + tokens(70, 1) + tokens(100, 4), "naive", SamplingParams(1), remember=False)
+    [result] = engine.generate([ask])  # 11 pages and 8 frozen ones: above 18
+    assert result.report.grafted_tokens >= 64
+    assert {entry.name: len(entry.pages) for entry in engine.frozen.list()} == {"wanted": 4, "other": 3}
+    engine.check()
+
+
 def test_a_request_that_has_to_wait_sheds_nothing(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
     engine.freeze("manual", Request(tokens(70, 1)))  # 4 pages

@@ -192,3 +192,19 @@ def test_policies_that_requests_may_name_are_prepared_for(model_dirs: dict[str, 
     for policy in named:
         assert ask(engine, edited(known), policy, remember=False).report.grafted_tokens > 0
     assert Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).memory.known.similar is None
+
+
+def test_each_report_counts_its_own_prompt(engine: Engine):
+    """Also of prompts that are recovered together."""
+    policy, texts = "similar:layers=1,max_kl=0.0", [tokens(200, seed) for seed in range(3)]
+    for known in texts:
+        ask(engine, known, "full")
+    prompts = [tokens(9, 10) + edited(texts[0]), tokens(9, 11) + edited(texts[1]) + texts[2], tokens(9, 12) + texts[0]]
+    requests = [Request(prompt, policy, SamplingParams(max_tokens=1), remember=False) for prompt in prompts]
+    alone = [engine.generate([request])[0].report for request in requests]
+    together = [result.report for result in engine.generate(requests)]
+    names = ("probed_segments", "rejected_segments", "rejected_tokens")
+    counted = [{name: report.counts[name] for name in names} for report in alone]
+    assert [{name: report.counts[name] for name in names} for report in together] == counted
+    assert all(min(counts.values()) > 0 for counts in counted)
+    assert counted[0] != counted[1]

@@ -54,11 +54,11 @@ def test_the_last_layers_stand_in_for_a_profile():
 
 def test_texts_must_be_long_enough(engine: Engine):
     with pytest.raises(ValueError, match="texts must be at least 1, got 0"):
-        stability.generated_texts(engine, seed=0, count=0, length=512)
+        stability.generated_texts(engine, seed=0, count=0, length=512, block=16)
     with pytest.raises(ValueError, match=r"a\.txt has 2 tokens: texts of 512 are wanted"):
-        stability.user_texts(engine, {"a.txt": "the code"}, count=1, length=512)
-    with pytest.raises(ValueError, match="length must give 11 blocks between the first and the last two, got 5"):
-        stability.user_texts(engine, {"a.txt": "the code " * 99}, count=1, length=64)
+        stability.user_texts(engine, {"a.txt": "the code"}, count=1, length=512, block=16)
+    with pytest.raises(ValueError, match="give 11 blocks of 8 tokens between the first and the last two, got 5"):
+        stability.user_texts(engine, {"a.txt": "the code " * 99}, count=1, length=64, block=8)
     with pytest.raises(ValueError, match=r"threshold must be in \(0, 1\], got 2"):
         stability.profile("m", {"a": np.ones(4)}, 2)
 

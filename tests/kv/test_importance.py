@@ -20,7 +20,7 @@ def naive(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.
             exponents.append(float("inf"))
             continue
         x = torch.arange(1, len(received) + 1).float().log()
-        solution = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), received.log()[:, None]).solution
+        solution = torch.linalg.lstsq(x[:, None], received.log()[:, None]).solution
         exponents.append(-float(solution[0]))
     return torch.tensor(means), torch.tensor(exponents)
 
@@ -35,18 +35,29 @@ def test_the_streamed_fit_is_the_plain_one(count: int):
     torch.testing.assert_close(found.exponent, exponent, rtol=1e-3, atol=1e-3)
 
 
-def test_a_power_law_gives_its_exponent():
-    """Token t gives the first token (t + 1) ** -0.5 of its attention, and the rest to itself."""
-    count = 64
-    wanted = torch.arange(1, count).double() ** -0.5 * 0.99
+def attended_as(wanted: torch.Tensor) -> Received:
+    """Of a text whose token t + 1 gives the first token so much of its attention, [n - 1], and the rest to itself."""
+    count = len(wanted) + 1
     logits = torch.full((count, count), -60.0).double()
-    logits[0, 0] = 0.0
-    logits[range(1, count), range(1, count)] = 0.0
+    logits[range(count), range(count)] = 0.0
     logits[1:, 0] = (wanted / (1 - wanted)).log()
     query = (logits * count**0.5).float()[:, None]  # against one-hot keys, so that the logits are these
-    found = received_attention(query, torch.eye(count)[:, None])
+    return received_attention(query, torch.eye(count)[:, None])
+
+
+def test_a_power_law_gives_its_exponent():
+    wanted = torch.arange(1, 64).double() ** -0.5 * (1 - 1e-6)
+    found = attended_as(wanted)
     assert float(found.exponent[0]) == pytest.approx(0.5, abs=1e-3)
     assert float(found.mean[0]) == pytest.approx(float(wanted.mean()), rel=1e-4)
+
+
+def test_the_smaller_exponent_is_of_the_token_that_receives_more_everywhere():
+    """Even if what the other one receives decays less (SamKV, Appendix A.1)."""
+    distance = torch.arange(1, 64).double()
+    much, little = 0.9 * distance**-0.3, 0.05 * distance**-0.1
+    assert (much > little).all()
+    assert attended_as(much).exponent[0] < attended_as(little).exponent[0]
 
 
 def test_the_token_that_receives_most_stands_for_its_block():

@@ -16,7 +16,7 @@ BLOCKS = Blocks(8, 1, 1)
 
 def placed(start: int, num_tokens: int) -> Placed:
     kv, none = torch.zeros(1, 1, num_tokens, 2), torch.zeros(0)
-    return Placed(start, Document(kv, kv, BLOCKS.size_for(num_tokens), none, none, none, none, none))
+    return Placed(start, Document(kv, kv, BLOCKS.size, none, none, none, none, none))
 
 
 @pytest.fixture
@@ -98,10 +98,11 @@ def test_a_block_is_worth_its_best_token(layout: Layout):
 
 @pytest.mark.parametrize("policy", [SamKV, Condense])
 def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condense]):
-    assert policy(ratio=0.15).num_kept([512] * 8) == int(0.15 * 4096)
-    assert policy(ratio=0.15).num_kept([100] * 8) == 8 * (8 + 8 + 4)  # what is always kept is more than that
+    assert policy(ratio=0.15, block=8).num_kept([512] * 8) == int(0.15 * 4096)
+    assert policy(ratio=0.15, block=8).num_kept([100] * 8) == 8 * (8 + 8 + 4)  # what is always kept is more than that
     assert policy(ratio=1.0).num_kept([5, 700]) == 705
-    assert policy(ratio=0.0, initial=0, local=0).num_kept([5, 700]) == 0
+    without = {"selection": "off"} if policy is SamKV else {}
+    assert policy(ratio=0.0, initial=0, local=0, **without).num_kept([5, 700]) == 0
 
 
 def test_cosines_are_of_all_heads_together():

@@ -59,6 +59,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("samkv:local=-1", "local must be an integer of at least 0, got -1"),
         ("samkv:recomputed=all", "recomputed must be one of none, anchors, kept, got 'all'"),
         ("samkv:update=mix", "update must be one of overwrite, fusion, got 'mix'"),
+        ("samkv:initial=0,local=0", "initial and local must not both be 0: their blocks are the anchors of Eq. 2"),
         ("samkv:bias=no", "bias must be one of on, off, got 'no'"),
         ("condense:rounds=0", "rounds must be an integer of at least 1, got 0"),
         ("condense:hops=0.5", "hops must be an integer of at least 0, got 0.5"),

@@ -23,7 +23,12 @@ NUM_DOCUMENT_TOKENS = sum(map(len, DOCUMENTS))
 PROMPT = words(21, 4) + DOCUMENTS[2] + words(3, 5) + DOCUMENTS[0] + DOCUMENTS[1] + words(17, 6)
 EXACT = {"policy": "condense", "ratio": 1.0, "recomputed": "kept"}
 FEW = {"policy": "condense", "ratio": 0.25}
-SOME = [FEW, {"policy": "samkv"}, {"policy": "samkv", "ratio": 0.4, "bias": "off"}, {"policy": "condense", "hops": 2}]
+SOME = [
+    FEW,
+    {"policy": "samkv", "block": 8},
+    {"policy": "samkv", "block": 8, "ratio": 0.4, "bias": "off"},
+    {"policy": "condense", "hops": 2},
+]
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,7 @@ def profile_layers(
     ] = 0.5,
     texts: Annotated[int, typer.Option(help="Texts of each suite or file.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 1024,
+    block: Annotated[int, typer.Option(help="Tokens of a block: of a text at least 14 are wanted.")] = 16,
     text: Annotated[
         list[Path] | None, typer.Option(help="Read these files instead of the testbed's texts (repeatable).")
     ] = None,
@@ -203,11 +204,11 @@ def profile_layers(
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         named = {path.name: path.read_text(encoding="utf-8") for path in text}
-        chosen = stability.user_texts(engine, named, count=texts, length=length)
+        chosen = stability.user_texts(engine, named, count=texts, length=length, block=block)
     else:
-        chosen = stability.generated_texts(engine, seed=seed, count=texts, length=length)
+        chosen = stability.generated_texts(engine, seed=seed, count=texts, length=length, block=block)
     with progress_bar(progress_console, "profiling") as on_progress:
-        found = stability.survey(engine, chosen, on_progress)
+        found = stability.survey(engine, chosen, block, on_progress)
     profiled = stability.profile(engine.config.identity, found, threshold)
     out = model / LAYERS_FILE if out is None else out
     profiled.save(out)

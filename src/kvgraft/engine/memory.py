@@ -176,8 +176,8 @@ class Memory:
         if num_missing > self.pool.num_free + self.frozen.num_sheddable(namespace):
             self.pool.release(held)
             return False
-        self.frozen.shed(namespace, num_missing)
         self.pool.hit_counts[held] += 1
+        self.frozen.shed(namespace, num_missing)  # none of what has just been acquired
         self._pinned[sequence] = sources
         return True
 

@@ -196,7 +196,7 @@ class Scheduler:
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
             report.ffn_flops += int(ctx.ffn_flops[i])
             report.flops += int(ctx.attention_flops[i] + ctx.ffn_flops[i])
-            report.counts.update(ctx.counts)
+            report.counts.update(ctx.counts[i])
             if num_rejected := int(ctx.rejected[prompt].sum()):
                 report.counts["rejected_tokens"] = num_rejected
                 self.memory.fallbacks["probe"] += 1

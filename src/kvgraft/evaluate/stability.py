@@ -21,17 +21,18 @@ from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.kv.documents import Blocks
 from kvgraft.kv.importance import exceptionally_small, ranks
 from kvgraft.kv.profiles import LayerProfile, last_layers
+from kvgraft.methods import require_at_least
 from kvgraft.prefill.documents.reading import read_document
 
 SUITES = "ruler,multihop,multidoc,chat"
 FEWEST_BLOCKS = 11  # of the middle of a text, for one to stand out
 
 
-def generated_texts(engine: Engine, *, seed: int, count: int, length: int) -> dict[str, list[list[int]]]:
+def generated_texts(engine: Engine, *, seed: int, count: int, length: int, block: int) -> dict[str, list[list[int]]]:
     """Of each suite `count` texts, without questions.
 
     Raises:
-        ValueError: fewer than one text, or too short ones.
+        ValueError: fewer than one text, or too short ones for blocks of so many tokens.
     """
     if count < 1:
         raise ValueError(f"texts must be at least 1, got {count}")
@@ -39,15 +40,17 @@ def generated_texts(engine: Engine, *, seed: int, count: int, length: int) -> di
     for suite in find_suites(SUITES):
         items = islice(suite.items(seed, count, Shape(length)), count)
         texts = ("\n".join(item.phase_2[0].segments[:-1]) for item in items)
-        found[suite.name] = [_check(engine.encode(text)[:length]) for text in texts]
+        found[suite.name] = [_check(engine.encode(text)[:length], block) for text in texts]
     return found
 
 
-def user_texts(engine: Engine, texts: Mapping[str, str], *, count: int, length: int) -> dict[str, list[list[int]]]:
+def user_texts(
+    engine: Engine, texts: Mapping[str, str], *, count: int, length: int, block: int
+) -> dict[str, list[list[int]]]:
     """Of each of the user's texts the first `count` stretches of `length` tokens.
 
     Raises:
-        ValueError: a text is too short.
+        ValueError: a text is too short, or a stretch for blocks of so many tokens.
     """
     found = {}
     for name, text in texts.items():
@@ -55,22 +58,22 @@ def user_texts(engine: Engine, texts: Mapping[str, str], *, count: int, length: 
         stretches = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
         if not stretches:
             raise ValueError(f"{name} has {len(tokens)} tokens: texts of {length} are wanted")
-        found[name] = [_check(stretch) for stretch in stretches[:count]]
+        found[name] = [_check(stretch, block) for stretch in stretches[:count]]
     return found
 
 
 @torch.inference_mode()
 def survey(
-    engine: Engine, texts: Mapping[str, Sequence[list[int]]], on_progress: OnProgress | None = None
+    engine: Engine, texts: Mapping[str, Sequence[list[int]]], block: int, on_progress: OnProgress | None = None
 ) -> dict[str, np.ndarray]:
     """Of each data set the share of texts whose most important block stands out in each layer: float64 [L]."""
-    layers = NativeLayers(engine.decoder, engine.memory.cache)
+    layers, blocks = NativeLayers(engine.decoder, engine.memory.cache), Blocks(block)
     found, total, done = {}, sum(map(len, texts.values())), 0
     for name, stretches in texts.items():
         agreeing = np.zeros(engine.config.num_layers)
         for tokens in stretches:
-            document = read_document(layers, np.array(tokens), Blocks())
-            middle = Blocks().middle(len(tokens))
+            document = read_document(layers, np.array(tokens), blocks)
+            middle = blocks.middle(len(tokens))
             agreeing += agreement(document.attention[:, middle.start : middle.stop]).numpy()
             done += 1
             if on_progress is not None:
@@ -111,7 +114,10 @@ def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> Renderabl
     return Group(table, Text(f"stable layers (N*): {', '.join(map(str, profiled.stable))}"))
 
 
-def _check(tokens: list[int]) -> list[int]:
-    if (blocks := len(Blocks().middle(len(tokens)))) < FEWEST_BLOCKS:
-        raise ValueError(f"length must give {FEWEST_BLOCKS} blocks between the first and the last two, got {blocks}")
+def _check(tokens: list[int], block: int) -> list[int]:
+    require_at_least("block", block, 1)
+    if (found := len(Blocks(block).middle(len(tokens)))) < FEWEST_BLOCKS:
+        raise ValueError(
+            f"length must give {FEWEST_BLOCKS} blocks of {block} tokens between the first and the last two, got {found}"
+        )
     return tokens

@@ -7,34 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-SMALLEST_BLOCK = 8  # tokens
-BLOCKS = 64  # that a document has at least, if its blocks can be small enough
-
 
 @dataclass(frozen=True)
 class Blocks:
     """How documents are cut (SamKV, section 4.1).
 
     Attributes:
-        size: tokens of a block in a long document. In one that is shorter than 64 such blocks they are halved as often
-            as is needed, down to 8 tokens.
-        initial, local: blocks at the beginning and at the end that are always kept.
+        size: tokens of a block.
+        initial, local: blocks at the beginning and at the end that are always kept; a document that has no more is kept
+            whole.
     """
 
     size: int = 64
     initial: int = 1
     local: int = 2
 
-    def size_for(self, num_tokens: int) -> int:
-        """Tokens of a block in a document of this length."""
-        size = self.size
-        while size > SMALLEST_BLOCK and size * BLOCKS > num_tokens:
-            size = max(size // 2, SMALLEST_BLOCK)
-        return size
-
     def count(self, num_tokens: int) -> int:
         """Blocks of a document, the last of which may be shorter."""
-        return -(-num_tokens // self.size_for(num_tokens))
+        return -(-num_tokens // self.size)
 
     def middle(self, num_tokens: int) -> range:
         """The blocks of a document that are not always kept."""
@@ -48,8 +38,8 @@ class Blocks:
 
     def middle_tokens(self, num_tokens: int) -> range:
         """The tokens of the middle blocks."""
-        size, middle = self.size_for(num_tokens), self.middle(num_tokens)
-        return range(min(middle.start * size, num_tokens), min(middle.stop * size, num_tokens))
+        middle = self.middle(num_tokens)
+        return range(min(middle.start * self.size, num_tokens), min(middle.stop * self.size, num_tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +54,8 @@ class Document:
         exponents: float32 [L, B], of the power law by which the attention that a block's representative token receives
             decays: the smallest is the most important block (Appendix A.1). Infinite where too little text follows.
         attention: float32 [L, B], what it receives on average: the smallest is the most unimportant block.
-        outliers: bool [L, n], representative tokens whose exponent is exceptionally small: to be recomputed.
+        outliers: bool [L, n], representative tokens of middle blocks whose exponent is exceptionally small among these:
+            to be recomputed.
     """
 
     keys: Tensor

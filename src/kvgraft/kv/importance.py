@@ -16,7 +16,8 @@ SIGMAS = 3.0  # of the PauTa criterion
 @dataclass(frozen=True, eq=False)
 class Received:
     """Of every token, float32 [n]: `mean` attention from the tokens behind it, over all heads, and the `exponent` of
-    the power law (y ~ x ** -exponent) by which it decays with the distance x; infinite if fewer than 8 follow."""
+    the power law y = x ** -exponent by which it decays with the distance x; infinite if fewer than 8 follow. The law
+    has no other factor: only so does a smaller exponent mean more attention everywhere."""
 
     mean: Tensor
     exponent: Tensor
@@ -32,12 +33,13 @@ class BlockImportance:
 
 
 def received_attention(query: Tensor, keys: Tensor) -> Received:
-    """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log space."""
+    """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log space,
+    through the point (1, 1)."""
     count, size = keys.shape[0], keys.shape[-1]
     here = torch.arange(count, device=keys.device)
     grouped = (query.float() * size**-0.5).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, d]
     transposed = keys.float().permute(1, 2, 0)[:, None]  # [Hkv, 1, d, n]
-    sums = torch.zeros(5, count, dtype=torch.float64, device=keys.device)  # y, log x, log y, log x log y, log^2 x
+    sums = torch.zeros(3, count, dtype=torch.float64, device=keys.device)  # y, log x log y, log^2 x
     rows = min(max(MOST_WEIGHTS // (count * query.shape[1]), 1), MOST_ROWS)
     for start, stop in pairwise([*range(0, count, rows), count]):
         at, past = here[start:stop, None], here[:stop]
@@ -46,11 +48,11 @@ def received_attention(query: Tensor, keys: Tensor) -> Received:
         behind = past < at
         x = (at - past).clamp(min=1).double().log()
         y = weights.clamp(min=FLOOR).log()
-        for row, term in enumerate((weights, x, y, x * y, x * x)):
+        for row, term in enumerate((weights, x * y, x * x)):
             sums[row, :stop] += (term * behind).sum(0)
     followers = (count - 1 - here).double()
-    mean, x, y, xy, xx = sums / followers.clamp(min=1)
-    exponent = -(xy - x * y) / (xx - x * x)
+    mean, xy, xx = sums / followers.clamp(min=1)
+    exponent = -xy / xx
     exponent[followers < ENOUGH] = float("inf")
     return Received(mean.float(), exponent.float())
 

@@ -6,7 +6,7 @@ A policy never sees block tables, cache layouts or model classes. A host (the na
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
@@ -57,7 +57,7 @@ class PrefillContext(ABC):
         head_map: classes of the model's KV heads, if the host has them.
         head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
         exits: layers of which the host keeps the residual stream that enters them.
-        counts: what a policy wants counted, by name; the host reports it.
+        counts: of each prompt what a policy wants counted, by name; the host reports it.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ class PrefillContext(ABC):
     head_map: HeadMap | None = None
     head_paging: bool = False
     exits: tuple[int, ...] = ()
-    counts: Counter[str]
+    counts: Sequence[Counter[str]]
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:

@@ -30,7 +30,7 @@ class PagedPrefill(PrefillContext):
     def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
         self.plan = plan
         self.block_size = plan.block_size
-        self.counts = Counter()
+        self.counts = [Counter() for _ in plan.lengths]
         times = StageTimes(slots[0].device)
         self.stages, self._timed = times.seconds, times.timed
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)

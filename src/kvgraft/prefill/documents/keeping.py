@@ -27,10 +27,10 @@ class KeepsDocuments(Policy):
 
     uses_grafts: ClassVar[bool] = False  # documents are no grafts: they lie outside the page pool
 
-    block: int = 64  # tokens of a block; in short documents fewer, see `Blocks`
+    block: int = 64  # tokens of a block
     initial: int = 1  # blocks at the beginning of each document that are always kept
     local: int = 2  # blocks at the end of each document that are always kept
-    ratio: float = 0.15  # of the documents' tokens that are kept, at most, with those that are always kept
+    ratio: float = 0.15  # of the documents' tokens that are kept, at most, or what is always kept if that is more
     recomputed: Recomputed = "anchors"  # of what is kept: initial, local and outlier tokens, or everything
     update: Update = "overwrite"  # what is computed anew replaces what was there, or is blended with it (Eq. 4)
     halo: int = 0  # blocks before each kept one that recomputation sees as well; they are gone afterwards

@@ -17,7 +17,7 @@ MEMORY = torch.device("cpu")  # where documents lie
 
 def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Document:
     """The KV of a text at positions 0..n-1, and what is known of its blocks."""
-    count, size = len(tokens), blocks.size_for(len(tokens))
+    count, size, middle = len(tokens), blocks.size, blocks.middle(len(tokens))
     local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     ctx = PartialPrefill(host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), Layout([], blocks, count), 0)
@@ -28,7 +28,8 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Docume
         query, (keys, values) = ctx.query(), ctx.computed()  # [n, Hq, d], [Hkv, n, d]
         importance = by_block(received_attention(query, keys.transpose(0, 1)), size)
         outliers = torch.zeros(count, dtype=torch.bool, device=query.device)
-        outliers[importance.representative[exceptionally_small(importance.exponent)]] = True
+        small = exceptionally_small(importance.exponent[middle.start : middle.stop])
+        outliers[importance.representative[middle.start : middle.stop][small]] = True
         block_keys = torch.stack([part.float().mean(1) for part in keys.split(size, dim=1)])  # [B, Hkv, d]
         for name, value in (
             ("keys", keys),

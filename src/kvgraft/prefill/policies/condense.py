@@ -25,6 +25,7 @@ class Condense(KeepsDocuments):
 
     name: ClassVar[str] = "condense"
 
+    block: int = 8
     recomputed: Recomputed = "kept"
     halo: int = 1
     rounds: int = 4  # that share the room evenly

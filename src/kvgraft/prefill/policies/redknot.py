@@ -86,7 +86,8 @@ class RedKnot(SelectsByAttention):
         promotes = self.edge_mass < 1.0 and not ctx.head_paging
         beyond = self._edge_mass(ctx, index, head_map) if promotes else [0.0] * len(local)
         promoted = [is_local and mass > self.edge_mass for is_local, mass in zip(local, beyond, strict=True)]
-        ctx.counts["promoted_heads"] += sum(promoted)
+        for counts in ctx.counts:  # prompts of one batch promote together
+            counts["promoted_heads"] += sum(promoted)
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
             ctx.project_heads(index, hidden, _without(reused, promoted))
         return _without(local, promoted)

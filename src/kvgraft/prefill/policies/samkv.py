@@ -38,6 +38,10 @@ class SamKV(KeepsDocuments):
         super().__post_init__()
         for option in ("selection", "bias", "top_p"):
             require_choice(option, getattr(self, option), get_args(Switch))
+        if self.initial == self.local == 0 and self.selection == self.top_p == "on":
+            raise ValueError(
+                "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or set top_p=off)"
+            )
 
     @property
     def announced(self) -> "SamKV":
@@ -87,7 +91,7 @@ class SamKV(KeepsDocuments):
             middle = layout.is_middle[mine]
             if not middle.any():
                 continue
-            anchors = scores[:, mine][:, ~middle].mean(1) if not middle.all() else torch.zeros(ctx.num_layers)
+            anchors = scores[:, mine][:, ~middle].mean(1)
             of_middle = scores[:, mine][:, middle]  # [L, b]
             best = of_middle.gather(1, at.document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
             worst = of_middle.gather(1, at.document.attention[:, middle].argmin(1, keepdim=True))[:, 0]

@@ -84,12 +84,13 @@ class Similar(Policy):
         divergence = F.kl_div(there, here, reduction="none", log_target=True).sum(-1).cpu()  # KL(here, there)
         numbers, count = segments[computed.where], int(segments.max()) + 1
         means = torch.zeros(count).index_add_(0, numbers, divergence) / numbers.bincount(minlength=count)
-        trusted = torch.zeros(count + 1, dtype=torch.bool)  # the last one stands for tokens of no segment
-        trusted[segments[reused]] = True
-        bad = trusted.clone()
+        bad = torch.zeros(count + 1, dtype=torch.bool)  # the last one stands for tokens of no segment
+        bad[segments[reused]] = True
         bad[:-1] &= ~(means <= self.max_kl)  # also what is not finite
-        ctx.counts["probed_segments"] += int(trusted.sum())
-        ctx.counts["rejected_segments"] += int(bad.sum())
+        for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
+            mine = segments[prompt][reused[prompt]].unique()
+            counts["probed_segments"] += mine.numel()
+            counts["rejected_segments"] += int(bad[mine].sum())
         rejected = bad[segments]
         if rejected.any():
             ctx.reject(rejected)
