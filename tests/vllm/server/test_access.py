@@ -26,7 +26,7 @@ RUNS_THE_MODEL = {  # of the routes for tenants; each is driven in test_server.p
     "/v1/messages",
     "/v1/responses",
 }
-NO_ONE, NOT_ENOUGH, NO_ADMIN = 401, 403, 503
+NO_ONE, NOT_ENOUGH, NO_PATH, NO_ADMIN = 401, 403, 404, 503
 
 
 def application(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> FastAPI:
@@ -79,8 +79,35 @@ def test_what_acts_on_all_tenants_is_for_the_admin(client: TestClient):
     for path in ("/reset_prefix_cache", "/collective_rpc", "/server_info", "/pause", "/inference/v1/generate"):
         assert path in paths
         assert ask(client, "POST", path, ALICE) == NOT_ENOUGH
-    for path in ("/v1/kvgraft/segments", "/v1/kvgraft/segments/x", "/v1/kvgraft/tenants", "/no/such/route"):
+    for path in ("/v1/kvgraft/segments", "/v1/kvgraft/segments/x", "/v1/kvgraft/tenants"):
         assert ask(client, "GET", path, ALICE) == NOT_ENOUGH
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/no/such/route", "/v1/embeddings", "/v1/models/", "/v1/chat/completions/", "/health/", "/v1"]
+)
+def test_what_is_no_route_is_a_404_for_whoever_has_a_key(client: TestClient, path: str):
+    for method, key in product(("GET", "POST"), (ALICE, ADMIN)):
+        assert ask(client, method, path, key) == NO_PATH, f"{method} {path}"
+    assert ask(client, "GET", path, None) == NO_ONE
+    answer = client.get(path, headers={"Authorization": f"Bearer {ALICE}"})
+    assert answer.json()["error"]["type"] == "Not Found"
+
+
+def test_what_is_no_route_is_a_404_without_an_admin_key_and_without_keys(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    for arguments, key in ((["--api-key", ALICE], ALICE), ([], None)):
+        client = TestClient(application(monkeypatch, *arguments), raise_server_exceptions=False)
+        assert ask(client, "POST", "/v1/embeddings", key) == NO_PATH
+        assert ask(client, "GET", "/v1/models/", key) == NO_PATH
+
+
+def test_a_route_that_nobody_thought_of_is_for_the_admin(client: TestClient):
+    app = client.app
+    app.add_api_route("/v1/brand/new", lambda: "here", methods=["POST"])
+    assert ask(client, "POST", "/v1/brand/new", ALICE) == NOT_ENOUGH
+    assert ask(client, "GET", "/v1/brand/new", ALICE) == NOT_ENOUGH, "the path is known, whatever the method"
+    assert ask(client, "POST", "/v1/brand/new", ADMIN) == 200
 
 
 def test_without_an_admin_key_nobody_is_admin_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch):
