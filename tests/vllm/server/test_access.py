@@ -172,6 +172,16 @@ def test_websockets_need_a_key(client: TestClient):
         pass
 
 
+@pytest.mark.parametrize("path", sorted(OPEN_ROUTES))
+@pytest.mark.parametrize("key", [None, ALICE, ADMIN])
+def test_what_is_open_is_no_websocket(client: TestClient, path: str, key: str | None):
+    client = TestClient(client.app)  # raises what the application does not catch
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect(path, headers=headers):
+        pass
+    assert (refused.value.code, refused.value.reason) == (1008, "nothing listens to a websocket here")
+
+
 def test_vllm_does_not_check_the_keys_a_second_time(client: TestClient):
     """Its own check knows neither the admin key nor a browser's password."""
     middleware = [entry.cls.__name__ for entry in client.app.user_middleware]

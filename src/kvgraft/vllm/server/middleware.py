@@ -61,6 +61,8 @@ class FrontDoorMiddleware:
             Refused: no key, an unknown one, one that is not enough, or a path that the application does not have.
         """
         needed = access(path)
+        if needed is Access.OPEN and scope["type"] == "websocket":
+            raise Refused(404, "nothing listens to a websocket here")
         if needed is Access.OPEN:
             return None
         on_page = path in PAGE_ROUTES
