@@ -33,7 +33,7 @@ def application(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> FastAPI:
     """vLLM's application with every route that it has for a model that generates."""
     monkeypatch.setenv(PLUGINS, "kvgraft")
     monkeypatch.setenv(DEV_MODE, "1")
-    return build_app(parse([*arguments, "--enable-scale-out"]), ("generate",), None)
+    return build_app(parse([*arguments, "--enable-scale-out", "--enable-tokenizer-info-endpoint"]), ("generate",), None)
 
 
 @pytest.fixture
@@ -72,6 +72,11 @@ def test_a_tenant_reaches_the_routes_for_tenants_and_no_others(client: TestClien
         refused = ask(client, method, path, ALICE) in (NO_ONE, NOT_ENOUGH, NO_ADMIN)
         assert refused == (access(path) is Access.ADMIN), f"{method} {path}"
         assert ask(client, method, path, ADMIN) not in (NO_ONE, NOT_ENOUGH, NO_ADMIN), f"{method} {path} as admin"
+
+
+def test_clients_that_count_tokens_themselves_need_no_admin(client: TestClient):
+    assert ("GET", "/tokenizer_info") in set(routes(client.app))
+    assert ask(client, "GET", "/tokenizer_info", ALICE) not in (NO_ONE, NOT_ENOUGH, NO_PATH, NO_ADMIN)
 
 
 def test_what_acts_on_all_tenants_is_for_the_admin(client: TestClient):
@@ -125,7 +130,7 @@ def test_every_route_that_runs_the_model_is_known(client: TestClient):
     """A new route of vLLM appears here, and is to be driven in test_server.py before it is given to tenants."""
     quiet = {"/tokenize", "/detokenize", "/load", "/version", "/v1/models", "/v1/messages/count_tokens", "/kvgraft"}
     quiet |= {"/v1/kvgraft/status", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc"}
-    quiet |= {"/v1/responses/resp_x", "/v1/responses/resp_x/cancel"}
+    quiet |= {"/tokenizer_info", "/v1/responses/resp_x", "/v1/responses/resp_x/cancel"}
     for _, path in routes(client.app):
         if access(path) is Access.KEY:
             assert path in RUNS_THE_MODEL | quiet, f"{path} is open to tenants: is it driven in test_server.py?"
