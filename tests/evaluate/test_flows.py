@@ -12,7 +12,7 @@ from kvgraft.decode.flow import trace
 from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.evaluate import flows as judging
 from kvgraft.evaluate.decoding import speedups
-from kvgraft.evaluate.explain import explain
+from kvgraft.evaluate.explain import explain, render
 from kvgraft.evaluate.flows import Found, Row, Stage
 from kvgraft.evaluate.plots import write_pareto
 from kvgraft.testbed import MODEL_DIR
@@ -96,6 +96,21 @@ def test_an_explanation_counts_what_is_moved():
     scores, query = 1000 * 4, 4 * 64 * 4
     assert found.fused == 2 * query + (query + 1000 * 64 * 4 + scores) + (scores + 13 * 4)
     assert found.unfused == found.fused + 2 * 4 * scores  # the product is written and read again
+
+
+@pytest.mark.parametrize("name", [*FLOWS, str(DOCS / "my_flow.py")])
+def test_every_flow_is_explained(name: str):
+    program = trace(parse_flow(name), 16, 32, 4)
+    found = explain(program, 2 * 32, 16 * 1000)
+    assert len(found.lines) == len(program.cache) + len(program.indexer)
+    for line, value in zip(found.lines, [*program.cache, *program.indexer], strict=True):
+        shapes = [text for name, text in _options(line.inputs) if name == "shape_to"]
+        assert [text[1:-1] for text in shapes] == ([line.shape[1:-1]] if value.made_by.name == "Reshape" else [])
+    render(found)
+
+
+def _options(inputs: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(name, text) for name, given, text in (one.partition("=") for one in inputs) if given]
 
 
 def test_the_page_names_every_operator_and_its_example_is_a_flow():

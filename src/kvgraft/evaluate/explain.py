@@ -15,6 +15,7 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group as Fused
 from kvgraft.decode.planner import Template, plan, unfused
 from kvgraft.decode.shapes import describe
+from kvgraft.decode.vtensor import Blocks
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ def _lines(program: Program, groups: Sequence[Fused]) -> list[Line]:
 
 
 def _option(value: object) -> str:
-    return f"({', '.join(f'{x:g}' for x in value)})" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(str(x) if isinstance(x, Blocks) else f'{x:g}' for x in value)})"
+    return str(value)
 
 
 def render(found: Explanation) -> RenderableType:

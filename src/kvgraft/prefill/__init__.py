@@ -1,0 +1,1 @@
+DEFAULT_POLICY = "transitive"  # of requests that name none; docs/results/quality.md says why

@@ -26,14 +26,14 @@ RUNS_THE_MODEL = {  # of the routes for tenants; each is driven in test_server.p
     "/v1/messages",
     "/v1/responses",
 }
-NO_ONE, NOT_ENOUGH, NO_ADMIN = 401, 403, 503
+NO_ONE, NOT_ENOUGH, NO_PATH, NO_ADMIN = 401, 403, 404, 503
 
 
 def application(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> FastAPI:
     """vLLM's application with every route that it has for a model that generates."""
     monkeypatch.setenv(PLUGINS, "kvgraft")
     monkeypatch.setenv(DEV_MODE, "1")
-    return build_app(parse([*arguments, "--enable-scale-out"]), ("generate",), None)
+    return build_app(parse([*arguments, "--enable-scale-out", "--enable-tokenizer-info-endpoint"]), ("generate",), None)
 
 
 @pytest.fixture
@@ -74,13 +74,45 @@ def test_a_tenant_reaches_the_routes_for_tenants_and_no_others(client: TestClien
         assert ask(client, method, path, ADMIN) not in (NO_ONE, NOT_ENOUGH, NO_ADMIN), f"{method} {path} as admin"
 
 
+def test_clients_that_count_tokens_themselves_need_no_admin(client: TestClient):
+    assert ("GET", "/tokenizer_info") in set(routes(client.app))
+    assert ask(client, "GET", "/tokenizer_info", ALICE) not in (NO_ONE, NOT_ENOUGH, NO_PATH, NO_ADMIN)
+
+
 def test_what_acts_on_all_tenants_is_for_the_admin(client: TestClient):
     paths = {path for _, path in routes(client.app)}
     for path in ("/reset_prefix_cache", "/collective_rpc", "/server_info", "/pause", "/inference/v1/generate"):
         assert path in paths
         assert ask(client, "POST", path, ALICE) == NOT_ENOUGH
-    for path in ("/v1/kvgraft/segments", "/v1/kvgraft/segments/x", "/v1/kvgraft/tenants", "/no/such/route"):
+    for path in ("/v1/kvgraft/segments", "/v1/kvgraft/segments/x", "/v1/kvgraft/tenants"):
         assert ask(client, "GET", path, ALICE) == NOT_ENOUGH
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/no/such/route", "/v1/embeddings", "/v1/models/", "/v1/chat/completions/", "/health/", "/v1"]
+)
+def test_what_is_no_route_is_a_404_for_whoever_has_a_key(client: TestClient, path: str):
+    for method, key in product(("GET", "POST"), (ALICE, ADMIN)):
+        assert ask(client, method, path, key) == NO_PATH, f"{method} {path}"
+    assert ask(client, "GET", path, None) == NO_ONE
+    answer = client.get(path, headers={"Authorization": f"Bearer {ALICE}"})
+    assert answer.json()["error"]["type"] == "Not Found"
+
+
+def test_what_is_no_route_is_a_404_without_an_admin_key_and_without_keys(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    for arguments, key in ((["--api-key", ALICE], ALICE), ([], None)):
+        client = TestClient(application(monkeypatch, *arguments), raise_server_exceptions=False)
+        assert ask(client, "POST", "/v1/embeddings", key) == NO_PATH
+        assert ask(client, "GET", "/v1/models/", key) == NO_PATH
+
+
+def test_a_route_that_nobody_thought_of_is_for_the_admin(client: TestClient):
+    app = client.app
+    app.add_api_route("/v1/brand/new", lambda: "here", methods=["POST"])
+    assert ask(client, "POST", "/v1/brand/new", ALICE) == NOT_ENOUGH
+    assert ask(client, "GET", "/v1/brand/new", ALICE) == NOT_ENOUGH, "the path is known, whatever the method"
+    assert ask(client, "POST", "/v1/brand/new", ADMIN) == 200
 
 
 def test_without_an_admin_key_nobody_is_admin_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -98,7 +130,7 @@ def test_every_route_that_runs_the_model_is_known(client: TestClient):
     """A new route of vLLM appears here, and is to be driven in test_server.py before it is given to tenants."""
     quiet = {"/tokenize", "/detokenize", "/load", "/version", "/v1/models", "/v1/messages/count_tokens", "/kvgraft"}
     quiet |= {"/v1/kvgraft/status", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc"}
-    quiet |= {"/v1/responses/resp_x", "/v1/responses/resp_x/cancel"}
+    quiet |= {"/tokenizer_info", "/v1/responses/resp_x", "/v1/responses/resp_x/cancel"}
     for _, path in routes(client.app):
         if access(path) is Access.KEY:
             assert path in RUNS_THE_MODEL | quiet, f"{path} is open to tenants: is it driven in test_server.py?"
@@ -143,6 +175,16 @@ def test_websockets_need_a_key(client: TestClient):
     assert refused.value.code == 1008
     with client.websocket_connect("/v1/realtime", headers={"Authorization": f"Bearer {ADMIN}"}):
         pass
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_ROUTES))
+@pytest.mark.parametrize("key", [None, ALICE, ADMIN])
+def test_what_is_open_is_no_websocket(client: TestClient, path: str, key: str | None):
+    client = TestClient(client.app)  # raises what the application does not catch
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect(path, headers=headers):
+        pass
+    assert (refused.value.code, refused.value.reason) == (1008, "nothing listens to a websocket here")
 
 
 def test_vllm_does_not_check_the_keys_a_second_time(client: TestClient):

@@ -59,6 +59,30 @@ def test_keys_come_from_flags_and_from_the_environment(monkeypatch: pytest.Monke
     assert Keys.of(given) == Keys(("a",), "b")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-key", ""], "--api-key is empty: give a key"),
+        (["--api-key", "a", ""], "--api-key is empty: give a key"),
+        (["--kvgraft-admin-key", ""], "--kvgraft-admin-key is empty: give a key"),
+        (["--api-key", "a", "--kvgraft-admin-key", ""], "--kvgraft-admin-key is empty: give a key"),
+        (["--no-kvgraft", "--api-key", ""], "--api-key is empty: give a key"),
+    ],
+)
+def test_an_empty_key_is_refused_not_taken_for_none(flags: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        parse(flags)
+
+
+@pytest.mark.parametrize("variable", [API_KEY, ADMIN_KEY])
+def test_an_empty_key_in_the_environment_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(ValueError, match=f"{variable} is empty: give a key, or do without {variable}"):
+        parse([])
+    flag, expected = ("--api-key", Keys(("k",))) if variable == API_KEY else ("--kvgraft-admin-key", Keys((), "k"))
+    assert Keys.of(parse([flag, "k"])) == expected, "a flag counts before the variable"
+
+
 @pytest.mark.parametrize("asked", ["--kvgraft-single-tenant", SINGLE_TENANT])
 def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="give API keys, or say --kvgraft-single-tenant"):

@@ -25,6 +25,7 @@ KEY_ROUTES = PAGE_ROUTES | {
     "/openapi.json",
     "/redoc",
     "/tokenize",
+    "/tokenizer_info",
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
     "/v1/completions",

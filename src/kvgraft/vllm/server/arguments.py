@@ -15,7 +15,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
-from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.settings import Settings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args = parser.parse_args(list(arguments))
     bundled = args.model_tag is None and args.model == str(MODEL_DIR)
     args.model = args.model_tag or args.model
+    given_keys("--api-key", args.api_key, API_KEY)  # also where vLLM is to check them itself
     if bundled:
         args.served_model_name = args.served_model_name or BUNDLED_NAMES
         args.chat_template = args.chat_template or BUNDLED_CHAT

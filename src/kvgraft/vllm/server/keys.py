@@ -36,11 +36,12 @@ class Keys:
         """From the parsed arguments of `kvgraft serve` or `vllm serve`, and the environment.
 
         Raises:
-            ValueError: the keys contradict each other, or tenants would share what they must not.
+            ValueError: a key is empty, the keys contradict each other, or tenants would share what they must not.
         """
-        api_keys = args.api_key or [os.environ.get(API_KEY)]
-        admin_key = getattr(args, "kvgraft_admin_key", None) or os.environ.get(ADMIN_KEY) or None
-        keys = cls(tuple(key for key in api_keys if key), admin_key)
+        api_keys = given_keys("--api-key", args.api_key, API_KEY)
+        admin_key = getattr(args, "kvgraft_admin_key", None)
+        [admin_key] = given_keys("--kvgraft-admin-key", None if admin_key is None else [admin_key], ADMIN_KEY) or [None]
+        keys = cls(api_keys, admin_key)
         if len(keys.api_keys) > 1 and os.environ.get(RESPONSES_STORE, "0") != "0":
             raise ValueError(f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one API key")
         declared = getattr(args, "kvgraft_single_tenant", False) or os.environ.get(SINGLE_TENANT) == "1"
@@ -63,6 +64,16 @@ def check_exposure(api_keys: Sequence[str], *, host: str | None, uds: str | None
             f"without --api-key all callers share one cache, so the server may listen on loopback only, got host "
             f"{host or '0.0.0.0'!r}: give API keys, or say --kvgraft-single-tenant"  # noqa: S104
         )
+
+
+def given_keys(flag: str, keys: Sequence[str] | None, variable: str) -> tuple[str, ...]:
+    """The keys of a flag, or else of a variable; ValueError if one is there and empty: that is not "no key"."""
+    source = flag
+    if keys is None and (found := os.environ.get(variable)) is not None:
+        keys, source = [found], variable
+    if keys is not None and not all(keys):
+        raise ValueError(f"{source} is empty: give a key, or do without {source}")
+    return tuple(keys or ())
 
 
 def _is_loopback(host: str | None) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, RequestOptions
@@ -35,7 +36,7 @@ class FrontDoorMiddleware:
             return
         try:
             path = _path(scope)
-            principal = self._authenticate(path, Headers(scope=scope))
+            principal = self._authenticate(path, scope)
             if principal is None or scope["type"] == "websocket":
                 body = None
             else:
@@ -53,20 +54,25 @@ class FrontDoorMiddleware:
         finally:
             CURRENT.reset(before)
 
-    def _authenticate(self, path: str, headers: Headers) -> Principal | None:
+    def _authenticate(self, path: str, scope: Scope) -> Principal | None:
         """Who calls; None where that does not matter.
 
         Raises:
-            Refused: no key, an unknown one, or one that is not enough.
+            Refused: no key, an unknown one, one that is not enough, or a path that the application does not have.
         """
         needed = access(path)
+        if needed is Access.OPEN and scope["type"] == "websocket":
+            raise Refused(404, "nothing listens to a websocket here")
         if needed is Access.OPEN:
             return None
         on_page = path in PAGE_ROUTES
-        principal = self._keyring.principal(shown_key(headers.get("Authorization"), basic=on_page))
+        shown = Headers(scope=scope).get("Authorization")
+        principal = self._keyring.principal(shown_key(shown, basic=on_page))
         if principal is None:
             challenge = 'Basic realm="kvgraft", charset="UTF-8"' if path == PAGE else "Bearer"
             raise Refused(401, "no valid API key in the Authorization header", challenge=challenge)
+        if needed is Access.ADMIN and not _has_route(scope):
+            raise Refused(404, "this server has no such path")
         if needed is Access.ADMIN and not principal.is_admin:
             raise Refused(403, "this needs the admin key") if self._keyring.has_admin else Refused(503, _NO_ADMIN)
         return principal
@@ -116,6 +122,11 @@ def _path(scope: Scope) -> str:
     """The path of the route, without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "").rstrip("/")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def _has_route(scope: Scope) -> bool:
+    """Whether the application answers this path, by whatever method."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 
 async def _read_body(headers: Headers, receive: Receive) -> bytes:
