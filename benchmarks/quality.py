@@ -3,8 +3,8 @@
     python benchmarks/quality.py                    all of them (two hours)
     python benchmarks/quality.py main lengths       some
 
-Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. The texts have seeds that
-nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --out elsewhere`).
+Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. Choices were made on
+seed 1 (`--seed 1 --out elsewhere`), figures are of seed 1000; docs/results/quality.md says what was known of them when.
 """
 
 import argparse
