@@ -1,10 +1,10 @@
-"""The experiments behind docs/results/quality.md and redknot.md: answers of every method on the testbed's task suites.
+"""The experiments behind docs/results/{quality,samkv,redknot}.md: answers of every method on the testbed's task suites.
 
-    python benchmarks/quality.py                    all of them (two hours)
-    python benchmarks/quality.py main lengths       some
+    python -m research.quality                    all of them (an hour)
+    python -m research.quality main lengths       some
 
-Each writes tables and pictures to docs/results/quality/NAME and goes on where it was stopped. The texts have seeds that
-nothing was tuned on (`--seed 1000`); choices were made on seed 1 (`--seed 1 --out elsewhere`).
+Each writes rows, tables and pictures to results/quality/NAME and goes on where it was stopped. Choices were made on
+seed 1 (`--seed 1 --out elsewhere`), figures are of seed 1000; docs/results/quality.md says what was known of them when.
 """
 
 import argparse
@@ -21,7 +21,10 @@ from kvgraft.evaluate.hosts import Host, open_host
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import PATTERNS, Pattern, find_suites
-from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
+from kvgraft.testbed import MODEL_DIR
+from research import redknot
+from research.sparsex.curves import write_curves
+from research.sparsex.paper_tables import paper_tables
 
 HELD_BACK_SEED = 1000
 NUM_LAYERS = 8
@@ -118,22 +121,6 @@ def _families(*named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(found[name] for found in named if name in found) for name in named[-1]}
 
 
-PAPER_METHODS = {  # the rows of SparseX's tables
-    "full": "full recompute", "naive": "naive reuse", "cacheblend": "CacheBlend", "epic": "EPIC",
-    "sparsex:boundary=0": "SparseX (w/o hybrid)", "sparsex": "SparseX (w/ hybrid)", "transitive": "transitive (ours)",
-}  # fmt: skip
-TABLE_1 = {  # LOCOMO, Qwen3-32B: score, TTFT in seconds
-    "full": (0.68, 9.23), "naive": (0.54, 0.48), "cacheblend": (0.60, 1.32), "epic": (0.55, 0.59),
-    "sparsex:boundary=0": (0.64, 0.66), "sparsex": (0.67, 0.87),
-}  # fmt: skip
-TABLE_2 = {  # RULER, Qwen3-8B: MQ-NIAH, VT, CWE, FWE
-    "full": (1.00, 1.00, 0.95, 0.87), "naive": (0.69, 0.33, 0.92, 0.82), "cacheblend": (0.81, 0.65, 0.95, 0.84),
-    "epic": (0.84, 0.49, 0.93, 0.83), "sparsex:boundary=0": (0.90, 0.80, 0.95, 0.86),
-    "sparsex": (1.00, 0.94, 0.94, 0.89),
-}  # fmt: skip
-TABLE_3 = {  # mean over the eight tasks of Qwen2.5-7B: AutoGen, MAD
-    "full": (52.70, 47.62), "sparsex:boundary=0": (50.83, 50.96), "sparsex": (51.48, 50.84)
-}  # fmt: skip
 EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
@@ -155,9 +142,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         items=3,
     ),
     "redknot": Experiment((*METHODS, *REDKNOT), items=6),
-    "by_head": Experiment((*METHODS, *REDKNOT), items=6, model=MODEL_BY_HEAD_DIR),
-    "by_head_long": Experiment((*SHORTER, *REDKNOT[1:3]), lengths=(4096,), items=2, model=MODEL_BY_HEAD_DIR),
-    "head_paging": Experiment(SHORTER, lengths=(1024, 4096), items=3, model=MODEL_BY_HEAD_DIR, head_paging=True),
+    "by_head": Experiment((*METHODS, *REDKNOT), items=6, model=redknot.MODEL_DIR),
+    "by_head_long": Experiment((*SHORTER, *REDKNOT[1:3]), lengths=(4096,), items=2, model=redknot.MODEL_DIR),
+    "head_paging": Experiment(SHORTER, lengths=(1024, 4096), items=3, model=redknot.MODEL_DIR, head_paging=True),
     "documents_4": _documents(4, 2150),
     "documents_6": _documents(6, 3200),
     "documents_8": _documents(8, 4250, items=12),
@@ -181,7 +168,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="name", help=f"{', '.join(EXPERIMENTS)}, layers")
     parser.add_argument("--seed", type=int, default=HELD_BACK_SEED)
     parser.add_argument("--items", type=int, help="texts a task, instead of the experiment's own number")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/quality"))
+    parser.add_argument("--out", type=Path, default=Path("results/quality"))
     parser.add_argument("--model", type=Path, help="instead of the experiment's own")
     arguments = parser.parse_args()
     for name in arguments.names:
@@ -207,60 +194,22 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
         progress_bar(Console(stderr=True), name) as on_progress,
     ):
         rows = runner.run(settings, host, out, on_progress)
-    command = f"python benchmarks/quality.py {name}"
+    command = f"python -m research.quality {name}"
     command += f" --items {arguments.items}" if arguments.items else ""
     results.write_tables(
         rows, out, command if arguments.seed == HELD_BACK_SEED else f"{command} --seed {arguments.seed}"
     )
     if experiment.families:
-        plots.write_curves(rows, out, experiment.families)
+        write_curves(rows, out, experiment.families)
     else:
         plots.write_plots(rows, out)
     if name == "main":
-        (out.parent / "papers.md").write_text(_paper_tables(rows))
+        (out.parent / "papers.md").write_text(paper_tables(rows))
     if name in THROUGH_VLLM:
         native, table = THROUGH_VLLM[name]
         (out.parent / table).write_text(_compare_hosts(name, runner.read_rows(out.parent / native), rows))
     console.rule(name)
     console.print(results.render(rows))
-
-
-def _paper_tables(rows: Sequence[Row]) -> str:
-    """Tables 1 to 3 of SparseX, its figures beside ours (SparseX, section 5)."""
-    suites = {(s.policy, s.group): s for s in results.summarise(rows, "suite")}
-    tasks = {(s.policy, s.group): s for s in results.summarise(rows, "task")}
-
-    def ours(policy: str, task: str) -> str:
-        found = tasks[policy, task]
-        return f"{found.score:.2f} ± {(found.high - found.low) / 2:.2f}"
-
-    chat, ruler, agents = [], [], []
-    for policy, name in PAPER_METHODS.items():
-        summary, paper = suites[policy, "chat"], TABLE_1.get(policy)
-        theirs = f"{paper[0]:.2f} | {TABLE_1['full'][1] / paper[1]:.1f}" if paper else "- | -"
-        interval = (summary.high - summary.low) / 2
-        chat.append(f"| {name} | {summary.score:.2f} ± {interval:.2f} | {summary.speedup:.1f} | {theirs} |")
-        columns = ("needles", "variable", "common", "frequent")
-        marks = TABLE_2.get(policy)
-        mean = sum(tasks[policy, f"ruler/{task}"].score for task in columns) / len(columns)
-        cells = [f"{ours(policy, f'ruler/{task}')} ({marks[i]:.2f})" if marks else ours(policy, f"ruler/{task}")
-                 for i, task in enumerate(columns)]  # fmt: skip
-        cells.append(f"{mean:.2f} ({sum(marks) / 4:.2f})" if marks else f"{mean:.2f}")
-        ruler.append(f"| {name} | {' | '.join(cells)} |")
-        if policy in TABLE_3 or policy == "transitive":
-            autogen, mad = TABLE_3.get(policy, (None, None))
-            theirs = f"{autogen:.1f} | {mad:.1f}" if autogen else "- | -"
-            agents.append(f"| {name} | {ours(policy, 'agents/judge')} | {ours(policy, 'agents/debate')} | {theirs} |")
-    return "\n".join([
-        "# SparseX's tables on the testbed", "",
-        "`python benchmarks/quality.py main`; the paper's figures beside ours.", "",
-        "## Table 1: long chats (ours: suite chat; paper: LOCOMO, Qwen3-32B)", "",
-        "| method | score | faster | paper's score | faster |", "|---|---|---|---|---|", *chat, "",
-        "## Table 2: RULER (in brackets the paper's, Qwen3-8B)", "",
-        "| method | MQ-NIAH | VT | CWE | FWE | average |", "|---|---|---|---|---|---|", *ruler, "",
-        "## Table 3: agents (paper: mean of eight tasks, Qwen2.5-7B)", "",
-        "| method | judge | debate | paper's AutoGen | paper's MAD |", "|---|---|---|---|---|", *agents, "",
-    ])  # fmt: skip
 
 
 def _compare_hosts(name: str, native: Sequence[Row], vllm: Sequence[Row]) -> str:
@@ -271,11 +220,11 @@ def _compare_hosts(name: str, native: Sequence[Row], vllm: Sequence[Row]) -> str
         theirs = [row for row in vllm if row.policy == b.policy]
         same = sum(row.answer.text.split() == here[row.cluster, row.number, row.policy] for row in theirs)
         lines.append(
-            f"| {a.policy} | {a.score:.3f} ({a.low:.3f}-{a.high:.3f}) | {b.score:.3f} ({b.low:.3f}-{b.high:.3f}) | "
+            f"| {a.policy} | {results.with_spread(a)} | {results.with_spread(b)} | "
             f"{same} of {len(theirs)} | {a.work:.1%} | {b.work:.1%} |"
         )
     return "\n".join([
-        "# The same prompts in both hosts", "", f"`python benchmarks/quality.py {name}`", "",
+        "# The same prompts in both hosts", "", f"`python -m research.quality {name}`", "",
         "| policy | native | vllm | same answer | work, native | work, vllm |", "|---|---|---|---|---|---|", *lines, "",
     ])  # fmt: skip
 

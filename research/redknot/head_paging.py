@@ -3,7 +3,7 @@
 The testbed's model by head under full recomputation; the sides alternate, medians and the median of the paired ratios
 are printed.
 
-    python benchmarks/head_paging.py [--contexts 1024,4096] [--sessions 8] [--json]
+    python -m research.redknot.head_paging [--contexts 1024,4096] [--sessions 8] [--json]
 """
 
 import json
@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.testbed import MODEL_BY_HEAD_DIR
+from research.redknot import MODEL_DIR
 
 STEPS = 32
 FIRST = 100  # words before it are no ordinary ones
@@ -72,7 +72,7 @@ def main(
     """Measure both sides at all lengths."""
     lengths = [int(part) for part in contexts.split(",")]
     made = {"policy": "full", "dtype": "float32", "kv_gib": 1.0}
-    engines = [Engine(MODEL_BY_HEAD_DIR, head_paging=by_head, **made) for by_head in (False, True)]  # type: ignore[arg-type]
+    engines = [Engine(MODEL_DIR, head_paging=by_head, **made) for by_head in (False, True)]  # type: ignore[arg-type]
     most = engines[0].config.max_position - STEPS - 1
     if not 128 <= min(lengths) <= max(lengths) <= most or sessions < 1:
         raise typer.BadParameter(f"contexts must be 128 to {most} tokens, and sessions at least 1")
@@ -90,7 +90,7 @@ def main(
                 gain = statistics.median(a / b for a, b in zip(dense, by_head, strict=True))
                 rows.append(Row(what, context, statistics.median(dense), statistics.median(by_head), gain))
     configuration: dict[str, Any] = {
-        "model": MODEL_BY_HEAD_DIR.name, "heads kept": "7 of 32", "dtype": "float32", "rounds": rounds,
+        "model": "by head", "heads kept": "7 of 32", "dtype": "float32", "rounds": rounds,
         "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
     }  # fmt: skip
     if as_json:

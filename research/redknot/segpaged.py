@@ -4,7 +4,7 @@ Decode is one query, prefill a chunk of queries behind the context (the paper's 
 heads see 64 sinks and a window of 256. Ours reads a paged pool through page lists; dense attention reads contiguous
 tensors and is the fastest of three forms. The sides alternate; medians and the median of the paired ratios are printed.
 
-    python benchmarks/segpaged.py [--device cuda --layers 64 --queries 512] [--dtype bfloat16] [--json]
+    python -m research.redknot.segpaged [--device cuda --layers 64 --queries 512] [--dtype bfloat16] [--json]
 """
 
 import json

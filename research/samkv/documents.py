@@ -2,7 +2,7 @@
 
 All policies find the documents read; they answer in turn, and the median of the paired ratios against full is printed.
 
-    python benchmarks/documents.py [--documents 4,8] [--tokens 512] [--policies "samkv;condense"] [--json]
+    python -m research.samkv.documents [--documents 4,8] [--tokens 512] [--policies "samkv;condense"] [--json]
 """
 
 import json

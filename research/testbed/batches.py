@@ -13,7 +13,7 @@ from torch import Tensor
 from kvgraft.testbed import tasks, vocabulary, wording
 from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 from kvgraft.testbed.tasks import Question, Task
-from kvgraft.testbed.training.curriculum import Stage
+from research.testbed.curriculum import Stage
 
 IDS = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}
 _MOST_OF_TASK = {"needle": 24, "variable": 33, "hop": 16, "glossary": 14, "coreference": 18, "frequent": 1,

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HEAD_MAP_FILE
-from kvgraft.testbed.training.by_head import head_map
-from kvgraft.testbed.training.export import export
-from kvgraft.testbed.training.trainer import Job, make_config, train
+from research.redknot.by_head import head_map
+from research.testbed.export import export
+from research.testbed.trainer import Job, make_config, train
 
 MODEL = "model"  # directory of the exported model
 ALLOCATOR = {  # keep freed memory: a training step allocates and frees the same blocks as the one before

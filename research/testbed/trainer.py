@@ -22,8 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.testbed import vocabulary
-from kvgraft.testbed.training import by_head, curriculum, mimetic
-from kvgraft.testbed.training.batches import Batch, make_batch
+from research.redknot import by_head
+from research.testbed import curriculum, mimetic
+from research.testbed.batches import Batch, make_batch
 
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
 RESOLVED_WEIGHT = 0.5

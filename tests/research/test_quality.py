@@ -6,7 +6,8 @@ from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import GENERATED, find_suites
 from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
-from quality import EXPERIMENTS, PAPER_METHODS, WORK, _compare_hosts, _paper_tables, _rules
+from research.quality import EXPERIMENTS, WORK, _compare_hosts, _rules
+from research.sparsex.paper_tables import PAPER_METHODS, paper_tables
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -29,16 +30,18 @@ def test_rules_are_compared_at_equal_work(work: float):
 def test_paper_tables_have_a_row_for_each_method():
     answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
     rows = [
-        Row(f"{name}/{task}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
+        Row(f"{name}/{task}/{n}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
+        for n in range(2)
         for policy in PAPER_METHODS
         for name, suite in GENERATED.items()
         for task in suite.tasks
     ]
-    text = _paper_tables(rows)
+    text = paper_tables(rows)
     assert text.count("| SparseX (w/ hybrid) |") == 3
     assert "| naive reuse | 0.50 ± 0.00 | 1.0 | 0.54 | 19.2 |" in text
     assert "| naive reuse | 0.50 ± 0.00 (0.69) | 0.50 ± 0.00 (0.33) |" in text
     assert "| transitive (ours) | 0.50 ± 0.00 | 1.0 | - | - |" in text
+    assert "10.6x for SparseX (w/ hybrid) and 7.0x for CacheBlend; ours: 1.0x" in text
 
 
 def test_hosts_are_compared_prompt_by_prompt():
@@ -49,5 +52,5 @@ def test_hosts_are_compared_prompt_by_prompt():
     text = _compare_hosts(
         "vllm", [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]
     )
-    assert "| full | 1.000 (1.000-1.000) | 1.000 (1.000-1.000) | 1 of 1 |" in text
-    assert "| naive | 0.000 (0.000-0.000) | 1.000 (1.000-1.000) | 0 of 1 | 10.0% | 10.0% |" in text
+    assert "| full | 1.000 | 1.000 | 1 of 1 |" in text
+    assert "| naive | 0.000 | 1.000 | 0 of 1 | 10.0% | 10.0% |" in text
