@@ -3,6 +3,8 @@
 Candidates are written from motifs that recur in what people and models propose (Vortex, section 14): what stands for a
 block, how heads agree, what values say, what neighbours and earlier steps add. All are judged on the same texts, in
 stages. Whatever was tried stays in the directory, so that a search can go on after any end.
+
+    python -m research.vortex.search [--candidates 60] [--minutes 90] [--out results/flow-search] [--json]
 """
 
 import math
@@ -12,15 +14,30 @@ from itertools import combinations
 from pathlib import Path
 from random import Random
 from statistics import mean
+from typing import Annotated
 
 import msgspec
+import typer
 
+from kvgraft.cli import run
+from kvgraft.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    console,
+    load,
+    print_json,
+    progress_console,
+)
 from kvgraft.decode.flow import Program, trace
-from kvgraft.decode.flows import parse_flow
+from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.decode.graph import Value
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate import flows as judging
 from kvgraft.evaluate.flows import Found
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.testbed import MODEL_DIR
 
 POPULATION = 12  # of the best, that have children
 GENERATION = 6  # candidates that are judged together
@@ -228,3 +245,44 @@ def _sources(value: Value) -> list[str]:
 
 def _jaccard(one: set[object], other: set[object]) -> float:
     return len(one & other) / len(one | other) if one | other else 1.0
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    model: ModelOption = MODEL_DIR,
+    out: Annotated[Path, typer.Option(help="Directory of candidates and answers; a search there goes on.")] = Path(
+        "results/flow-search"
+    ),
+    candidates: Annotated[int, typer.Option(help="Flows to try, those of earlier runs included.")] = 60,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many.", show_default="no limit")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of candidates, texts and questions.")] = 0,
+    block: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Try flows made of known motifs: random ones, then children of the best; each is kept as a file."""
+    engine = load(model, dtype=dtype, device=device, block_size=block)
+    with progress_bar(progress_console, "searching") as on_progress:
+        found = search(
+            engine, out, candidates=candidates, seconds=60 * minutes if minutes is not None else math.inf, seed=seed,
+            length=length, on_generation=lambda judged: on_progress(len(judged) - 1, candidates),
+        )  # fmt: skip
+    best = [one.flow for one in found if one.flow != DENSE and len(one.passed) == len(found[0].passed)]
+    spread = diversity([one.flow for one in found], block)
+    if as_json:
+        print_json({"found": found, "diversity": spread})
+        return
+    console.print(judging.render(found[:20]))
+    console.print(
+        f"{len(found) - 1} candidates, {len(best)} passed all stages; mean structural distance of all {spread:.2f}"
+    )
+    console.print(f"[dim]{out}: {CANDIDATES}/, {judging.ROWS}[/dim]", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(app))

@@ -1,6 +1,6 @@
 """Top-k of scores: time against recall, of PyTorch's, of radix top-k, and of its lossy form with and without remapping.
 
-python benchmarks/topk.py [--columns 2048,8192] [--k 29,61] [--device cuda] [--json]
+python -m research.vortex.topk [--columns 2048,8192] [--k 29,61] [--device cuda] [--json]
 """
 
 import json

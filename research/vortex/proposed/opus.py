@@ -23,7 +23,7 @@ from kvgraft.decode import (
     Value,
     WhereGt,
 )
-from kvgraft.decode.flows.proposed.motifs import (
+from kvgraft.decode.motifs import (
     Scored,
     average,
     bound,

@@ -22,7 +22,7 @@ from kvgraft.decode import (
     Value,
     WhereGt,
 )
-from kvgraft.decode.flows.proposed.motifs import Scored, average, heads, minus, over_regions, relevance, routing
+from kvgraft.decode.motifs import Scored, average, heads, minus, over_regions, relevance, routing
 
 
 class ValueEnergyGate(Scored):

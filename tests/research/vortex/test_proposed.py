@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from every_flow import NAMED
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS
-from kvgraft.decode.flows.proposed import PROPOSED
-from kvgraft.decode.flows.proposed.motifs import Scored
+from kvgraft.decode.flows import FLOWS, parse_flow
+from kvgraft.decode.motifs import Scored
 from kvgraft.decode.planner import plan
 from kvgraft.kernels.dispatch import radix_topk
+from research.vortex.proposed import PROPOSED
 
 BLOCK, DIM, GROUP, BLOCKS, STEPS = 16, 8, 3, 14, 3
 
@@ -138,16 +139,18 @@ SCORES: dict[str, Score] = {
 
 def test_there_are_sixty():
     assert len(PROPOSED) == 60
-    assert SCORES.keys() == {flow.name for flow in PROPOSED}
-    assert SCORES.keys() < FLOWS.keys()
+    assert SCORES.keys() == PROPOSED.keys()
+    assert not SCORES.keys() & FLOWS.keys()
 
 
-@pytest.mark.parametrize("flow", PROPOSED, ids=lambda flow: flow.name)
-def test_blocks_are_scored_as_described(flow: type[Scored], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", SCORES)
+def test_blocks_are_scored_as_described(name: str, monkeypatch: pytest.MonkeyPatch):
     random = torch.Generator().manual_seed(3)
     k, v = torch.randn(2, BLOCKS, BLOCK, DIM, generator=random)
     queries = torch.randn(STEPS, GROUP, DIM, generator=random) * 2
-    program = trace(flow(k=3), BLOCK, DIM, GROUP)
+    flow = parse_flow(f"{NAMED[name]}:k=3")
+    assert isinstance(flow, Scored)
+    program = trace(flow, BLOCK, DIM, GROUP)
     pool = {"k": k, "v": v} | {name: torch.full((BLOCKS, *shape), 9.0) for name, shape in program.caches.items()}
     fill(program, pool, torch.arange(BLOCKS))
     batch = Batch(torch.arange(BLOCKS)[None], torch.tensor([BLOCKS * BLOCK]), BLOCK)
@@ -160,6 +163,6 @@ def test_blocks_are_scored_as_described(flow: type[Scored], monkeypatch: pytest.
     monkeypatch.setattr("kvgraft.decode.operators.radix_topk", spy)
     for step in range(STEPS):
         chosen = select(program, plan(program), queries[step][None], pool, batch)[0]
-        wanted = SCORES[flow.name](Seen(k, v, queries[: step + 1]))[1:-2]  # of the blocks that are open to choice
+        wanted = SCORES[name](Seen(k, v, queries[: step + 1]))[1:-2]  # of the blocks that are open to choice
         torch.testing.assert_close(scored[-1][1:-2], wanted, atol=1e-5, rtol=1e-4)
         assert sorted(wanted[chosen[chosen >= 0] - 1].tolist()) == sorted(wanted.topk(3).values.tolist())

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from every_flow import CHANNELS
 from kvgraft import Engine
 from kvgraft.decode.flow import trace
 from kvgraft.decode.flows import parse_flow
-from kvgraft.evaluate import search as searching
 from kvgraft.evaluate.flows import Stage
 from kvgraft.testbed import MODEL_DIR
+from research.vortex import search as searching
 
+MASKED = f"{CHANNELS}:channel_quest"
 STAGES = (Stage("only", {"ruler": ("needles",)}, 1),)
 
 
@@ -52,12 +54,10 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(tmp_path: Path):
 def test_distance_is_of_caches_operators_and_calls():
     quest, again = (trace(parse_flow("quest:k=29"), 16, 64, 4) for _ in range(2))  # type: ignore[arg-type]
     assert searching.distance(quest, again) == 0.0
-    near, far = (trace(parse_flow(name), 16, 64, 4) for name in ("channel_quest", "h2o"))  # type: ignore[arg-type]
+    near, far = (trace(parse_flow(name), 16, 64, 4) for name in (MASKED, "h2o"))  # type: ignore[arg-type]
     assert searching.distance(quest, near) == 0.0, "which masks nothing unless it is told to"
     assert searching.distance(quest, far) > 0.8
-    assert searching.diversity(["quest", "channel_quest", "h2o"]) == pytest.approx(
-        2 / 3 * searching.distance(quest, far)
-    )
+    assert searching.diversity(["quest", MASKED, "h2o"]) == pytest.approx(2 / 3 * searching.distance(quest, far))
     assert searching.diversity(["quest"]) == 0.0
     with pytest.raises(ValueError, match="candidates and time must be positive, got 0"):
         searching.search(None, Path(), candidates=0)  # type: ignore[arg-type]
