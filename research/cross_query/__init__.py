@@ -12,11 +12,11 @@ the agent's. A wrong answer sends the agent to the wrong page, or to a tool that
 of a page that was read in another episode can be wrong although not a word of it has changed.
 """
 
-from kvgraft.evaluate.agents.episodes import SUITES, Episode, Observation, Prompt, make_episodes
-from kvgraft.evaluate.agents.loop import GREEDY, EpisodeResult, StepRow, ask_engine, paper_sampling, run_episode
-from kvgraft.evaluate.agents.variation import Variation
+from research.cross_query.episodes import SUITES, Episode, Observation, Prompt, make_episodes
+from research.cross_query.loop import GREEDY, EpisodeResult, StepOutcome, ask_engine, paper_sampling, run_episode
+from research.cross_query.variation import Variation
 
 __all__ = [
-    "GREEDY", "SUITES", "Episode", "EpisodeResult", "Observation", "Prompt", "StepRow", "Variation", "ask_engine",
+    "GREEDY", "SUITES", "Episode", "EpisodeResult", "Observation", "Prompt", "StepOutcome", "Variation", "ask_engine",
     "make_episodes", "paper_sampling", "run_episode",
 ]  # fmt: skip

@@ -10,10 +10,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.agents.conditions import Condition
-from kvgraft.evaluate.agents.loop import GREEDY, paper_sampling
 from kvgraft.prefill.context import Policy
 from kvgraft.segments.prompt import Part
+from research.cross_query.conditions import Condition
+from research.cross_query.loop import GREEDY, paper_sampling
 
 RUN = 8  # tokens of a stretch that counts as known text: as many as are worth a graft
 _STEPS = 64  # an episode has fewer

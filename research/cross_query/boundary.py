@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.evaluate.recording import Record, Recording, Wrapped
+from kvgraft.evaluate.statistics import kl_divergence
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
 
@@ -64,7 +64,7 @@ class _Watching(Recording):
         super().__init__(inner, Record(computed=torch.zeros(inner.num_layers, inner.plan.num_tokens, dtype=torch.bool)),
                          score_layers=False)  # fmt: skip
         self._seen = seen
-        self._stored: Tensor | None = None  # log-probabilities of the probe with what is stored
+        self._stored: Tensor | None = None  # logits of the probe with what is stored
 
     def layer(self, index: int, hidden: Hidden) -> Hidden:
         after, seen = super().layer(index, hidden), self._seen
@@ -79,9 +79,9 @@ class _Watching(Recording):
         """The probe asks twice: with the residual stream of the source, and with what is computed."""
         logits = super().logits(hidden)
         if self._stored is None:
-            self._stored = logits.log_softmax(-1)
+            self._stored = logits
             return logits
-        divergence = divergences(logits, self._stored)
+        divergence = kl_divergence(logits, self._stored).cpu()
         numbers = self.plan.segments[hidden.where]
         self._seen.probed |= {n: float(divergence[numbers == n].mean()) for n in numbers.unique().tolist()}
         self._stored = None
@@ -117,12 +117,6 @@ class Truth(Policy):
             raise ValueError(f"the prompt has {self.where.numel()} tokens, this pass {hidden.where.numel()}")
         self.logits.append(ctx.logits(hidden.only(self.where)).cpu())
         return hidden
-
-
-def divergences(truth: Tensor, ours: Tensor) -> Tensor:
-    """KL(truth || ours) in nats of each row of logits [n, V], float32 [n]."""
-    ours, truth = ours.log_softmax(-1), truth.log_softmax(-1)
-    return F.kl_div(ours, truth, reduction="none", log_target=True).sum(-1).clamp(min=0).cpu()
 
 
 def _last_logits(ctx: PrefillContext, hidden: Hidden) -> Tensor:

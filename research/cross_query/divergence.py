@@ -13,17 +13,18 @@ from torch import Tensor
 
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.text import anchor_ids
-from kvgraft.evaluate.agents.asking import Agent
-from kvgraft.evaluate.agents.boundary import Seen, Truth, Watched, divergences
-from kvgraft.evaluate.agents.conditions import ANCHORS
-from kvgraft.evaluate.agents.episodes import Episode
-from kvgraft.evaluate.agents.loop import GREEDY, run_episode
-from kvgraft.evaluate.agents.proposals import Proposal, Proposer
-from kvgraft.evaluate.agents.runner import Settings, World, check_settings, episodes_of
-from kvgraft.evaluate.lines import read_lines
+from kvgraft.evaluate.jsonl import read_lines
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.statistics import kl_divergence
 from kvgraft.prefill.policies import Similar, parse_policy
 from kvgraft.segments.prompt import Part
+from research.cross_query.asking import Agent
+from research.cross_query.boundary import Seen, Truth, Watched
+from research.cross_query.conditions import ANCHORS
+from research.cross_query.episodes import Episode
+from research.cross_query.loop import GREEDY, run_episode
+from research.cross_query.proposals import Proposal, Proposer
+from research.cross_query.runner import ExperimentSettings, Series, check_settings, episodes_of
 
 ROWS = "divergences.jsonl"
 _TRUTH = "truth"  # namespace of full recomputation, where nothing is ever kept
@@ -49,7 +50,7 @@ class Segment(msgspec.Struct, frozen=True):
     worst: float | None
 
 
-class Row(msgspec.Struct, frozen=True):
+class DivergenceRow(msgspec.Struct, frozen=True):
     """One step. `kl` is of the prompt's last token from full recomputation, `trusting` the same before anything was
     rejected; `agrees` and `trusting_agrees` say whether the best next token is that of full recomputation.
 
@@ -76,7 +77,7 @@ class Row(msgspec.Struct, frozen=True):
     covered: int
 
     @property
-    def world(self) -> World:
+    def series(self) -> Series:
         return self.suite, self.variation, self.seed
 
     @property
@@ -86,8 +87,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def measure(
-    settings: Settings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
-) -> list[Row]:
+    settings: ExperimentSettings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
+) -> list[DivergenceRow]:
     """Measure what the directory does not hold yet, and return all rows of it.
 
     Raises:
@@ -95,14 +96,14 @@ def measure(
     """
     check_settings(settings, model, directory, engine)
     rows = read_rows(directory)
-    units = [(world, condition) for world in settings.worlds for condition in settings.conditions]
+    units = [(series, condition) for series in settings.series for condition in settings.conditions]
     with (directory / ROWS).open("ab") as file:
-        for number, (world, condition) in enumerate(units):
-            episodes = episodes_of(world, settings.episodes)
-            held = {(row.episode, row.step) for row in rows if (row.world, row.condition) == (world, condition.name)}
+        for number, (series, condition) in enumerate(units):
+            episodes = episodes_of(series, settings.episodes)
+            held = {(row.episode, row.step) for row in rows if (row.series, row.condition) == (series, condition.name)}
             if any((number, len(one.plan.steps) - 1) not in held for number, one in enumerate(episodes)):
                 opened = condition.open(model, num_pages=settings.num_pages, **engine)
-                for row in _Meter(Agent(condition, opened)).measure(world, episodes):
+                for row in _Meter(Agent(condition, opened)).measure(series, episodes):
                     if (row.episode, row.step) not in held:
                         rows.append(row)
                         file.write(msgspec.json.encode(row) + b"\n")
@@ -113,13 +114,13 @@ def measure(
     return rows
 
 
-def read_rows(directory: Path) -> list[Row]:
+def read_rows(directory: Path) -> list[DivergenceRow]:
     """What has been measured."""
-    return read_lines(directory / ROWS, Row)
+    return read_lines(directory / ROWS, DivergenceRow)
 
 
 class _Meter:
-    """Runs the episodes of one world under one condition, each step twice."""
+    """Runs the episodes of one series under one condition, each step twice."""
 
     def __init__(self, agent: Agent) -> None:
         similarity, engine = agent.condition.similarity, agent.engine
@@ -128,7 +129,7 @@ class _Meter:
         self._proposer = Proposer(similarity, anchor_ids(engine.tokenizer, ANCHORS)) if similarity else None
         self._found: list[tuple[Seen, Tensor, str, list[Proposal], int, int]] = []
 
-    def measure(self, world: World, episodes: Sequence[Episode]) -> Iterator[Row]:
+    def measure(self, series: Series, episodes: Sequence[Episode]) -> Iterator[DivergenceRow]:
         """A row for each step, in order."""
         policy, name = self._policy, self._agent.condition.name
         halo = policy.halo if isinstance(policy, Similar) else 0
@@ -140,8 +141,8 @@ class _Meter:
                 segments = _segments(seen, truth, halo)
                 judged = tuple(_judged(proposal, segments) for proposal in proposals)
                 (kl, agrees), (trusting, so_trusting) = _last(seen, truth[-1])
-                yield Row(
-                    *world, number, step, name, one.right, answer == one.expected, kl, trusting, agrees, so_trusting,
+                yield DivergenceRow(
+                    *series, number, step, name, one.right, answer == one.expected, kl, trusting, agrees, so_trusting,
                     segments, judged, known, covered,
                 )  # fmt: skip
 
@@ -166,7 +167,7 @@ def _last(seen: Seen, truth: Tensor) -> Iterator[tuple[float, bool]]:
         raise ValueError("nothing was seen of this prompt")
     ours = torch.stack((seen.last, seen.trusting_last))  # [2, V]
     agree = ours.argmax(-1) == truth.argmax()
-    return zip(divergences(truth.expand_as(ours), ours).tolist(), agree.tolist(), strict=True)
+    return zip(kl_divergence(truth.expand_as(ours), ours).tolist(), agree.tolist(), strict=True)
 
 
 def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[Segment, ...]:
@@ -174,7 +175,9 @@ def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[Segment, ...]:
     if seen.plan is None or not seen.edges.any():
         return ()
     plan, numbers = seen.plan, seen.plan.segments[seen.edges]
-    trusting, final = (None if ours is None else divergences(truth[:-1], ours) for ours in (seen.trusting, seen.final))
+    trusting, final = (
+        None if ours is None else kl_divergence(truth[:-1], ours) for ours in (seen.trusting, seen.final)
+    )
     reused = plan.grafted & ~plan.edges(halo)
     found = []
     for number in numbers.unique().tolist():

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
-from kvgraft.evaluate.agents.pages import Page, edit, make_page
-from kvgraft.evaluate.agents.plans import PLANS, SHOWN, Draft, Plan, Step
-from kvgraft.evaluate.agents.tools import BY_WORD, Tool, ToolError
-from kvgraft.evaluate.agents.variation import Variation
-from kvgraft.evaluate.agents.world import World, make_world
 from kvgraft.segments.prompt import Part, Segment
 from kvgraft.testbed import tasks, vocabulary
+from research.cross_query.pages import Page, edit, make_page
+from research.cross_query.plans import PLANS, SHOWN, Draft, Plan, Step
+from research.cross_query.tools import BY_WORD, Tool, ToolError
+from research.cross_query.variation import Variation
+from research.cross_query.world import World, make_world
 
 SUITES = tuple(PLANS)
 NUM_TOOLS = 8  # in the preamble, of which some are not needed

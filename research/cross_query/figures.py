@@ -7,24 +7,24 @@ from statistics import mean, median
 
 import msgspec
 
-from kvgraft.evaluate.agents.conditions import NONE
-from kvgraft.evaluate.agents.inference import bootstrap_share
-from kvgraft.evaluate.agents.runner import Row, World
+from kvgraft.evaluate.statistics import bootstrap_share
+from research.cross_query.conditions import NONE
+from research.cross_query.runner import Series, StepRow
 
 
 @dataclass(frozen=True)
-class Ran:
+class EpisodeRun:
     """One episode under one condition."""
 
-    world: World
+    series: Series
     episode: int
     round: int
-    rows: tuple[Row, ...]
+    rows: tuple[StepRow, ...]
 
     @property
-    def pair(self) -> tuple[World, int, int]:
+    def pair(self) -> tuple[Series, int, int]:
         """What it has in common with the same episode under another condition."""
-        return self.world, self.episode, self.round
+        return self.series, self.episode, self.round
 
     @property
     def success(self) -> bool:
@@ -48,7 +48,7 @@ class Figures(msgspec.Struct, frozen=True):
     """Some episodes of one condition. Shares are of 1.
 
     Attributes:
-        success, low, high: of episodes, with the 95 % bootstrap interval (drawn by world).
+        success, low, high: of episodes, with the 95 % bootstrap interval (drawn by series).
         right: of steps, whose answer is what their prompt says.
         prefix, grafted, matched: of prompt tokens; exact hits, grafts, known text that is only counted.
         computed: mean over steps, (token, layer) pairs of those of full recomputation, probes included.
@@ -79,34 +79,34 @@ class Figures(msgspec.Struct, frozen=True):
     fallbacks: int
 
 
-def episodes(rows: Iterable[Row]) -> dict[tuple[str, str], list[Ran]]:
+def episodes(rows: Iterable[StepRow]) -> dict[tuple[str, str], list[EpisodeRun]]:
     """Whole episodes by (variation, condition)."""
-    steps: dict[tuple[object, ...], list[Row]] = {}
+    steps: dict[tuple[object, ...], list[StepRow]] = {}
     for row in rows:
-        steps.setdefault((*row.world, row.condition, row.episode, row.round), []).append(row)
-    found: dict[tuple[str, str], list[Ran]] = {}
+        steps.setdefault((*row.series, row.condition, row.episode, row.round), []).append(row)
+    found: dict[tuple[str, str], list[EpisodeRun]] = {}
     for mine in steps.values():
         ordered = tuple(sorted(mine, key=lambda row: row.step))
         first, last = ordered[0], ordered[-1]
         if last.last and len(ordered) == last.step + 1:
-            ran = Ran(first.world, first.episode, first.round, ordered)
+            ran = EpisodeRun(first.series, first.episode, first.round, ordered)
             found.setdefault((first.variation, first.condition), []).append(ran)
     return found
 
 
-def paired(mine: Sequence[Ran], others: Sequence[Ran]) -> list[tuple[Ran, Ran]]:
+def paired(mine: Sequence[EpisodeRun], others: Sequence[EpisodeRun]) -> list[tuple[EpisodeRun, EpisodeRun]]:
     """The episodes that both have."""
     theirs = {ran.pair: ran for ran in others}
     return [(ran, theirs[ran.pair]) for ran in mine if ran.pair in theirs]
 
 
-def summarise(rows: Iterable[Row]) -> list[Figures]:
+def summarise(rows: Iterable[StepRow]) -> list[Figures]:
     """One line for each variation and condition."""
     found = episodes(rows)
     return [_figures(key, mine, found.get((key[0], NONE), [])) for key, mine in found.items()]
 
 
-def _figures(key: tuple[str, str], mine: Sequence[Ran], base: Sequence[Ran]) -> Figures:
+def _figures(key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[EpisodeRun]) -> Figures:
     variation, condition = key
     pairs = paired(mine, base)
     steps = [row for ran in mine for row in ran.rows]
@@ -114,13 +114,13 @@ def _figures(key: tuple[str, str], mine: Sequence[Ran], base: Sequence[Ran]) -> 
     successes = [float(ran.success) for ran in mine]
     probed = sum(row.probed_segments for row in steps)
 
-    def faster(seconds: Callable[[Ran], float]) -> float:
+    def faster(seconds: Callable[[EpisodeRun], float]) -> float:
         return median(seconds(none) / seconds(ran) for ran, none in pairs) if pairs else nan
 
-    def flops(ran: Iterable[Ran]) -> int:
+    def flops(ran: Iterable[EpisodeRun]) -> int:
         return sum(row.flops for one in ran for row in one.rows)
 
-    low, high = bootstrap_share(successes, [ran.world for ran in mine])
+    low, high = bootstrap_share(successes, [ran.series for ran in mine])
     return Figures(
         condition, variation, len(mine), mean(successes), max(0.0, low), min(1.0, high),
         right=mean(row.right for row in steps),

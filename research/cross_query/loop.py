@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.agents.episodes import Episode
 from kvgraft.evaluate.metrics import exact_match, f1
 from kvgraft.prefill.context import Policy
 from kvgraft.segments.prompt import Part
+from research.cross_query.episodes import Episode
 
 MAX_TOKENS = 3  # one word is the answer, and `<eos>` ends it
 _SEEDS = 64  # one for each step of an episode
@@ -22,7 +22,7 @@ Answer = Callable[[Sequence[Part], int], Result | str]
 
 
 @dataclass(frozen=True)
-class StepRow:
+class StepOutcome:
     """What became of one step.
 
     Attributes:
@@ -52,7 +52,7 @@ class EpisodeResult:
     answer: str
     success: bool
     f1: float
-    steps: tuple[StepRow, ...]
+    steps: tuple[StepOutcome, ...]
 
     @property
     def tool_calls(self) -> int:
@@ -67,11 +67,6 @@ class EpisodeResult:
         """That its answers took, one after the other."""
         return sum(step.seconds for step in self.steps)
 
-    @property
-    def tool_success_rate(self) -> float:
-        """Calls that no tool refused, as a share of all."""
-        return 1 - self.tool_errors / self.tool_calls
-
 
 def run_episode(answer: Answer, episode: Episode) -> EpisodeResult:
     """Run an agent to the end of its plan: wrong answers and refused calls do not stop it.
@@ -80,7 +75,7 @@ def run_episode(answer: Answer, episode: Episode) -> EpisodeResult:
         ValueError: the engine cannot answer a prompt; the message says why.
     """
     words: list[str] = []
-    rows: list[StepRow] = []
+    rows: list[StepOutcome] = []
     for number in range(len(episode.plan.steps)):
         prompt = episode.prompt(words)
         start = time.perf_counter()
@@ -91,7 +86,7 @@ def run_episode(answer: Answer, episode: Episode) -> EpisodeResult:
             raise ValueError(f"step {number} of {episode.name} cannot be answered: {result.error}")
         word, *_ = (*(found.text if isinstance(found, Result) else found).split(), NOTHING)
         right, error = word == prompt.expected, prompt.observation.error
-        rows.append(StepRow(prompt.action, error, prompt.expected, word, right, seconds, result))
+        rows.append(StepOutcome(prompt.action, error, prompt.expected, word, right, seconds, result))
         words.append(word)
     expected = [episode.plan.answer]
     return EpisodeResult(

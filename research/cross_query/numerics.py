@@ -4,9 +4,9 @@ from math import nan
 
 import torch
 
-from kvgraft.evaluate.agents.inference import FAILS, HOLDS, Verdict
 from kvgraft.kernels.dispatch import align_copy
 from kvgraft.kv.rope import Rope, rotate
+from research.cross_query.verdict import FAILS, HOLDS, Verdict
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BAR_EPS = 8  # of the dtype: two roundings and two rotations may each lose one or two

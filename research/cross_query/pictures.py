@@ -8,18 +8,18 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 
-from kvgraft.evaluate.agents.conditions import NONE, SWEPT, name_of
-from kvgraft.evaluate.agents.divergence import Row as Divergence
-from kvgraft.evaluate.agents.figures import episodes, paired, summarise
-from kvgraft.evaluate.agents.runner import PLAIN, Row
-from kvgraft.evaluate.agents.verdicts import KL
 from kvgraft.evaluate.plots import COLOURS, STYLE
+from research.cross_query.conditions import NONE, SWEPT, name_of
+from research.cross_query.divergence import DivergenceRow
+from research.cross_query.figures import episodes, paired, summarise
+from research.cross_query.hypotheses import KL
+from research.cross_query.runner import PLAIN, StepRow
 
 mpl.use("Agg")
 _NAMES = {"layers": "L_reuse, share of layers", "halo": "h, tokens", "tau": "tau", "context_tokens": "W, tokens"}
 
 
-def write_pictures(rows: Sequence[Row], divergences: Sequence[Divergence], directory: Path) -> list[Path]:
+def write_pictures(rows: Sequence[StepRow], divergences: Sequence[DivergenceRow], directory: Path) -> list[Path]:
     """All pictures for which there is something to show; of plain episodes."""
     directory.mkdir(parents=True, exist_ok=True)
     plain = [row for row in rows if row.variation == PLAIN]
@@ -39,7 +39,7 @@ def write_pictures(rows: Sequence[Row], divergences: Sequence[Divergence], direc
         return found
 
 
-def _speed(rows: Sequence[Row]) -> plt.Figure:
+def _speed(rows: Sequence[StepRow]) -> plt.Figure:
     """Times as fast as `none` against what is reused: small dots are episodes, large ones their medians."""
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
     ran = episodes(rows)
@@ -59,7 +59,7 @@ def _speed(rows: Sequence[Row]) -> plt.Figure:
     return figure
 
 
-def _ablations(rows: Sequence[Row]) -> plt.Figure | None:
+def _ablations(rows: Sequence[StepRow]) -> plt.Figure | None:
     """A panel for each option with at least two values: success and work."""
     found = {one.condition: one for one in summarise(rows)}
     swept = {
@@ -82,7 +82,7 @@ def _ablations(rows: Sequence[Row]) -> plt.Figure | None:
     return figure
 
 
-def _boundary(rows: Sequence[Divergence]) -> plt.Figure:
+def _boundary(rows: Sequence[DivergenceRow]) -> plt.Figure:
     """How many accepted segments stay below a KL."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     for number, condition in enumerate(dict.fromkeys(row.condition for row in rows)):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from kvgraft.evaluate.agents.tools import TOOLS
-from kvgraft.evaluate.agents.world import World
 from kvgraft.testbed import vocabulary
+from research.cross_query.tools import TOOLS
+from research.cross_query.world import World
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 from rapidfuzz.distance import LCSseq
 
-from kvgraft.evaluate.agents.asking import KnownText
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.similar import SimilarIndex
+from research.cross_query.asking import KnownText
 
 SAME = 0.5  # of its tokens that a right proposal shares with its source, in order
 _BLOCK = 16

@@ -14,26 +14,26 @@ import msgspec
 
 from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Result
-from kvgraft.evaluate.agents.asking import Agent, sampling_of
-from kvgraft.evaluate.agents.conditions import Condition
-from kvgraft.evaluate.agents.episodes import SUITES, Episode, make_episodes
-from kvgraft.evaluate.agents.loop import EpisodeResult, run_episode
-from kvgraft.evaluate.agents.variation import Variation
-from kvgraft.evaluate.lines import check_config, read_lines
+from kvgraft.evaluate.jsonl import check_config, read_lines
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.segments.prompt import Part
+from research.cross_query.asking import Agent, sampling_of
+from research.cross_query.conditions import Condition
+from research.cross_query.episodes import SUITES, Episode, make_episodes
+from research.cross_query.loop import EpisodeResult, run_episode
+from research.cross_query.variation import Variation
 
 CONFIG, ROWS = "agents.json", "steps.jsonl"
 PLAIN, ADVERSARIAL = "plain", "adversarial"
 VARIATIONS = {PLAIN: Variation(), ADVERSARIAL: Variation(changed_notes=1.0)}
 """How prompts nearly repeat; `adversarial` ones change every note, so that all facts that depend on one do, too."""
 
-World = tuple[str, str, int]
+Series = tuple[str, str, int]
 """(suite, variation, seed): what an engine and its cache live for."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """What is run. All but seeds, episodes, rounds and conditions must be what it was when a directory is continued.
 
     Attributes:
@@ -66,7 +66,7 @@ class Settings:
         sampling_of(self.sampling, 0, 0, 0, 0)
 
     @property
-    def worlds(self) -> list[World]:
+    def series(self) -> list[Series]:
         """All that is run, in order."""
         return list(product(self.suites, self.variations, self.seeds))
 
@@ -76,12 +76,12 @@ class Settings:
         return {"sampling": self.sampling, "num_pages": self.num_pages, "approximate_sources": sorted(approximate)}
 
 
-class Row(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True):
     """One step. Tokens as in `Report`; `matched` ones stand in earlier prompts.
 
     Attributes:
         round: from 0; each began with empty caches.
-        expected, answer, right, error: as in `StepRow`.
+        expected, answer, right, error: as in `StepOutcome`.
         last, success: whether it ends the episode; whether the episode's final answer is right.
         seconds: until the answer was there, matching included.
         rejected: tokens that a probe did not trust.
@@ -120,17 +120,17 @@ class Row(msgspec.Struct, frozen=True):
     fallback: str | None
 
     @property
-    def world(self) -> World:
+    def series(self) -> Series:
         return self.suite, self.variation, self.seed
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (*self.world, self.round, self.condition, self.episode, self.step)
+        return (*self.series, self.round, self.condition, self.episode, self.step)
 
 
 def run(
-    settings: Settings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
-) -> list[Row]:
+    settings: ExperimentSettings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
+) -> list[StepRow]:
     """Run what the directory does not hold yet, and return all rows of it. Conditions answer in turns, episode by
     episode, and every episode begins with another one, so that whatever else the machine does hits all alike.
 
@@ -142,14 +142,14 @@ def run(
     """
     check_settings(settings, model, directory, engine)
     rows = {row.key: row for row in read_rows(directory)}
-    units = list(product(settings.worlds, range(settings.rounds)))
+    units = list(product(settings.series, range(settings.rounds)))
     total = len(units) * settings.episodes
     with (directory / ROWS).open("ab") as file:
-        for unit, (world, turn) in enumerate(units):
-            left = [c for c in settings.conditions if not _is_complete(rows, settings, world, turn, c)]
+        for unit, (series, turn) in enumerate(units):
+            left = [c for c in settings.conditions if not _is_complete(rows, settings, series, turn, c)]
             agents = [Agent(c, c.open(model, num_pages=settings.num_pages, **engine)) for c in left]
             for number in range(settings.episodes):
-                for row in _episode(settings, world, turn, number, agents) if agents else ():
+                for row in _episode(settings, series, turn, number, agents) if agents else ():
                     if row.key not in rows:
                         rows[row.key] = row
                         file.write(msgspec.json.encode(row) + b"\n")
@@ -161,52 +161,54 @@ def run(
     return list(rows.values())
 
 
-def read_rows(directory: Path) -> list[Row]:
+def read_rows(directory: Path) -> list[StepRow]:
     """The rows of an experiment."""
-    return read_lines(directory / ROWS, Row)
+    return read_lines(directory / ROWS, StepRow)
 
 
-def episodes_of(world: World, count: int) -> tuple[Episode, ...]:
-    """The episodes of a world."""
-    suite, variation, seed = world
+def episodes_of(series: Series, count: int) -> tuple[Episode, ...]:
+    """The episodes of a series."""
+    suite, variation, seed = series
     return make_episodes(suite, seed, count, VARIATIONS[variation])
 
 
-def check_settings(settings: Settings, model: Path, directory: Path, engine: Mapping[str, Any]) -> None:
+def check_settings(settings: ExperimentSettings, model: Path, directory: Path, engine: Mapping[str, Any]) -> None:
     """Note what a directory is of; ValueError if it is of something else."""
     described = {**settings.describe(), "model": load_config(model).identity, **engine}
     check_config(directory / CONFIG, described)
 
 
 def _is_complete(
-    rows: dict[tuple[object, ...], Row], settings: Settings, world: World, turn: int, one: Condition
+    rows: dict[tuple[object, ...], StepRow], settings: ExperimentSettings, series: Series, turn: int, one: Condition
 ) -> bool:
     """Whether the file holds the last step of every episode of one condition."""
-    episodes = episodes_of(world, settings.episodes)
-    return all((*world, turn, one.name, n, len(e.plan.steps) - 1) in rows for n, e in enumerate(episodes))
+    episodes = episodes_of(series, settings.episodes)
+    return all((*series, turn, one.name, n, len(e.plan.steps) - 1) in rows for n, e in enumerate(episodes))
 
 
-def _episode(settings: Settings, world: World, turn: int, number: int, agents: Sequence[Agent]) -> Iterator[Row]:
+def _episode(
+    settings: ExperimentSettings, series: Series, turn: int, number: int, agents: Sequence[Agent]
+) -> Iterator[StepRow]:
     """One episode under all conditions that are left."""
-    episode, first = episodes_of(world, settings.episodes)[number], (number + turn) % len(agents)
+    episode, first = episodes_of(series, settings.episodes)[number], (number + turn) % len(agents)
     for agent in (*agents[first:], *agents[:first]):
 
         def answer(parts: Sequence[Part], step: int, agent: Agent = agent) -> Result:
-            return agent.ask(parts, sampling_of(settings.sampling, world[2], number, turn, step))
+            return agent.ask(parts, sampling_of(settings.sampling, series[2], number, turn, step))
 
         agent.took.clear()
         result = run_episode(answer, episode)
-        yield from _rows(result, (*world, number, agent.condition.name, turn), agent.took)
+        yield from _rows(result, (*series, number, agent.condition.name, turn), agent.took)
 
 
-def _rows(result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[float, int]]) -> Iterator[Row]:
+def _rows(result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[float, int]]) -> Iterator[StepRow]:
     suite, variation, seed, number, condition, turn = where
     for step, (one, (seconds, matched)) in enumerate(zip(result.steps, took, strict=True)):
         if one.result is None:
             raise TypeError(f"step {step} of {result.name} was not answered by an engine")
         report = one.result.report
         counts = report.counts
-        yield Row(
+        yield StepRow(
             suite, variation, seed, number, step, condition, turn, result.task, one.expected, one.answer, one.right,
             one.error, step == len(result.steps) - 1, result.success, report.prompt_tokens, report.prefix_tokens,
             report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens, matched, report.computed_share,

@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvgraft.evaluate.agents.figures import Figures
-from kvgraft.evaluate.agents.inference import FAILS, HOLDS, Verdict
-from kvgraft.evaluate.agents.reruns import Wavering
-from kvgraft.evaluate.agents.runner import PLAIN
+from research.cross_query.figures import Figures
+from research.cross_query.reruns import RerunStability
+from research.cross_query.runner import PLAIN
+from research.cross_query.verdict import FAILS, HOLDS, Verdict
 
 _WIDTHS = {"condition": 14, "claim": 20}  # least ones; in 80 columns nothing that counts is cut off
 _COLOURS = {HOLDS: "green", FAILS: "red"}
@@ -54,7 +54,7 @@ def render_verdicts(found: Sequence[Verdict]) -> RenderableType:
     return table
 
 
-def render_wavering(found: Sequence[Wavering]) -> RenderableType:
+def render_reruns(found: Sequence[RerunStability]) -> RenderableType:
     """A line for each variation and condition."""
     table = _table("condition", right=("runs", "distance", "from none", "entropy", "success"))
     for one in found:

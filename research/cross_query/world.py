@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from kvgraft.evaluate.agents.pages import Page, Sentence, make_page
-from kvgraft.evaluate.agents.tools import RESERVED, TOOLS
 from kvgraft.testbed import vocabulary
+from research.cross_query.pages import Page, Sentence, make_page
+from research.cross_query.tools import RESERVED, TOOLS
 
 GROUP = 8  # persons or things of one kind
 NUM_NOTES = 8

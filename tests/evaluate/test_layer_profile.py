@@ -10,7 +10,7 @@ import torch
 
 from kvgraft import Engine
 from kvgraft.cli import app, run
-from kvgraft.evaluate import stability
+from kvgraft.evaluate import layer_profile
 from kvgraft.kv.profiles import LayerProfile, last_layers
 from kvgraft.testbed import MODEL_DIR
 
@@ -25,7 +25,7 @@ def test_layers_in_which_the_best_block_stands_out_agree():
     outstanding, other = flat.clone(), flat.clone()
     outstanding[5] = other[7] = 9.0
     other[5] = flat[5] = 1.15  # good, but not outstanding
-    assert stability.agreement(torch.stack((outstanding, outstanding, other, flat))).tolist() == [
+    assert layer_profile.agreement(torch.stack((outstanding, outstanding, other, flat))).tolist() == [
         True,
         True,
         False,
@@ -45,7 +45,7 @@ def test_stable_layers_are_those_of_the_upper_half_with_most_agreement(
     scores: list[float], threshold: float, stable: tuple[int, ...]
 ):
     found = {"one": np.array(scores), "same": np.array(scores)}
-    assert stability.profile("m", found, threshold).stable == stable
+    assert layer_profile.profile("m", found, threshold).stable == stable
 
 
 def test_the_last_layers_stand_in_for_a_profile():
@@ -54,13 +54,13 @@ def test_the_last_layers_stand_in_for_a_profile():
 
 def test_texts_must_be_long_enough(engine: Engine):
     with pytest.raises(ValueError, match="texts must be at least 1, got 0"):
-        stability.generated_texts(engine, seed=0, count=0, length=512)
+        layer_profile.generated_texts(engine, seed=0, count=0, length=512)
     with pytest.raises(ValueError, match=r"a\.txt has 2 tokens: texts of 512 are wanted"):
-        stability.user_texts(engine, {"a.txt": "the code"}, count=1, length=512)
+        layer_profile.user_texts(engine, {"a.txt": "the code"}, count=1, length=512)
     with pytest.raises(ValueError, match="length must give 11 blocks between the first and the last two, got 5"):
-        stability.user_texts(engine, {"a.txt": "the code " * 99}, count=1, length=64)
+        layer_profile.user_texts(engine, {"a.txt": "the code " * 99}, count=1, length=64)
     with pytest.raises(ValueError, match=r"threshold must be in \(0, 1\], got 2"):
-        stability.profile("m", {"a": np.ones(4)}, 2)
+        layer_profile.profile("m", {"a": np.ones(4)}, 2)
 
 
 def test_profile_layers_writes_what_the_engine_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.evaluate.agents.boundary import EDGE, Seen, Truth, Watched, divergences
-from kvgraft.evaluate.agents.proposals import Proposer
+from kvgraft.evaluate.statistics import kl_divergence
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive, Similar, Transitive
 from kvgraft.segments.prompt import Part, Segment
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.testbed import MODEL_DIR
+from research.cross_query.boundary import EDGE, Seen, Truth, Watched
+from research.cross_query.proposals import Proposer
 
 PAGE = "the old river slept . the paint of bell is grey . the quiet road waited near the hill . " * 4
 QUESTION = "question : note of bell ? answer :"
@@ -47,13 +48,13 @@ def test_nothing_diverges_where_all_is_computed(engine: Engine):
     seen, truth = watch(engine, Full())
     assert not seen.edges.any()
     assert seen.last is not None
-    assert float(divergences(truth[-1:], seen.last[None])) < 1e-6
+    assert float(kl_divergence(truth[-1:], seen.last[None])) < 1e-6
 
 
 def test_naive_reuse_in_another_context_diverges(engine: Engine):
     seen, truth = watch(engine, Naive())
     assert seen.last is not None
-    assert float(divergences(truth[-1:], seen.last[None])) > 0.1
+    assert float(kl_divergence(truth[-1:], seen.last[None])) > 0.1
     assert seen.final is None  # its boundary tokens are not computed
 
 
@@ -65,8 +66,8 @@ def test_boundary_tokens_are_seen_before_and_after_the_probe(engine: Engine):
     assert int(seen.edges.sum()) == 2 * EDGE == len(truth) - 1
     assert set(seen.probed) == {0}
     assert seen.rejected.equal(seen.plan.grafted)
-    assert float(divergences(truth[:-1], seen.final).max()) < 1e-5  # all rejected: computed
-    assert float(divergences(truth[:-1], seen.trusting).max()) > 1e-5
+    assert float(kl_divergence(truth[:-1], seen.final).max()) < 1e-5  # all rejected: computed
+    assert float(kl_divergence(truth[:-1], seen.trusting).max()) > 1e-5
 
 
 @pytest.mark.parametrize("policy", [Similar(), Transitive(), Naive()], ids=lambda policy: policy.name)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kvgraft.evaluate.agents.asking import Agent, KnownText, sampling_of
-from kvgraft.evaluate.agents.conditions import ABLATIONS, CONDITIONS, MAIN, SWEPT, find_conditions, name_of
 from kvgraft.prefill.policies import Similar, parse_policy
 from kvgraft.segments.prompt import Segment
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.testbed import MODEL_DIR
+from research.cross_query.asking import Agent, KnownText, sampling_of
+from research.cross_query.conditions import ABLATIONS, CONDITIONS, MAIN, SWEPT, find_conditions, name_of
 
 PAGE = "the code of lamp is 42 . the old river slept near the hill . the quiet road waited near the river . " * 2
 QUESTION = "question : code of lamp ? answer :"

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from kvgraft.evaluate.agents import SUITES, Episode, Variation, make_episodes
-from kvgraft.evaluate.agents.episodes import NUM_TOOLS
-from kvgraft.evaluate.agents.pages import edit, make_page
-from kvgraft.evaluate.agents.plans import PLANS
-from kvgraft.evaluate.agents.tools import TOOLS, ToolError, calculate, convert, locate, next_week
-from kvgraft.evaluate.agents.variation import CONTEXT, MAX_SEARCHES, ROOM_AROUND, ROOM_BESIDE
 from kvgraft.segments.prompt import Part, Segment
 from kvgraft.testbed import tasks
 from kvgraft.testbed.vocabulary import VOCABULARY
+from research.cross_query import SUITES, Episode, Variation, make_episodes
+from research.cross_query.episodes import NUM_TOOLS
+from research.cross_query.pages import edit, make_page
+from research.cross_query.plans import PLANS
+from research.cross_query.tools import TOOLS, ToolError, calculate, convert, locate, next_week
+from research.cross_query.variation import CONTEXT, MAX_SEARCHES, ROOM_AROUND, ROOM_BESIDE
 
 EPISODES = tuple(episode for suite in SUITES for episode in make_episodes(suite, 3, 12))
 VARIATIONS = (

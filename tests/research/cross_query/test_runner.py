@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvgraft.cli import app
 from kvgraft.cli import run as command
-from kvgraft.evaluate.agents import Variation
-from kvgraft.evaluate.agents.conditions import find_conditions
-from kvgraft.evaluate.agents.runner import PLAIN, ROWS, VARIATIONS, Settings, read_rows, run
 from kvgraft.testbed import MODEL_DIR
+from research.cross_query import Variation
+from research.cross_query.__main__ import app
+from research.cross_query.conditions import find_conditions
+from research.cross_query.runner import PLAIN, ROWS, VARIATIONS, ExperimentSettings, read_rows, run
 
 SHORT = Variation(num_passages=2, passage_words=(40, 60))
 
@@ -20,9 +20,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIATIONS, PLAIN, SHORT)  # type: ignore[attr-defined]
 
 
-def settings(conditions: str, **changed: object) -> Settings:
+def settings(conditions: str, **changed: object) -> ExperimentSettings:
     given = {"suites": ("qa",), "seeds": (8,), "episodes": 1, "num_pages": 512, **changed}
-    return Settings(conditions=find_conditions(conditions), **given)  # type: ignore[arg-type]
+    return ExperimentSettings(conditions=find_conditions(conditions), **given)  # type: ignore[arg-type]
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
@@ -70,27 +70,27 @@ def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
         "kvgraft.segments.index.os.urandom", lambda count: b"d" * count
     )  # what LSH proposes hangs on it
     out, common = tmp_path / "out", ["--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"]
-    arguments = ["agents", "run", *common, "--conditions", "none,similar", "--out", str(out)]
+    arguments = ["run", *common, "--conditions", "none,similar", "--out", str(out)]
     assert command(app, [*arguments, "--json"]) == 0
     found = {one["condition"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["none"]["grafted"] == 0 < found["similar"]["grafted"]
     assert found["none"]["faster"] == found["none"]["flops"] == 1
     assert command(app, arguments) == 0
     assert "similar" in capsys.readouterr().out
-    assert command(app, ["agents", "kl", *common, "--out", str(out)]) == 0
+    assert command(app, ["kl", *common, "--out", str(out)]) == 0
     assert "H2" in capsys.readouterr().out
     pictures = tmp_path / "pictures"
-    assert command(app, ["agents", "verdicts", str(out), "--plot", str(pictures), "--json"]) == 0
+    assert command(app, ["verdicts", str(out), "--plot", str(pictures), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {one["hypothesis"] for one in told["verdicts"]} == {"H1", "H2", "H3", "H4"}
     assert {one["verdict"] for one in told["verdicts"]} <= {"holds", "fails", "undecided"}
     assert len(told["pictures"]) == len(list(pictures.iterdir())) == 2
-    assert command(app, ["agents", "verdicts", str(out)]) == 0
+    assert command(app, ["verdicts", str(out)]) == 0
     assert "undecided" in capsys.readouterr().out
 
 
 def test_stability(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    arguments = ["agents", "stability", "--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"]
+    arguments = ["stability", "--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"]
     arguments += ["--conditions", "none,similar", "--reruns", "2", "--out", str(tmp_path)]
     assert command(app, [*arguments, "--json"]) == 0
     none, similar = json.loads(capsys.readouterr().out)
@@ -113,5 +113,5 @@ def test_stability(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     ],
 )
 def test_wrong_names_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
-    assert command(app, ["agents", *arguments]) == 2
+    assert command(app, [*arguments]) == 2
     assert message in capsys.readouterr().err

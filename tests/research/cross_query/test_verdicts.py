@@ -8,38 +8,28 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvgraft.engine.config import load_config
-from kvgraft.evaluate.agents.divergence import Row as Divergence
-from kvgraft.evaluate.agents.divergence import Segment
-from kvgraft.evaluate.agents.figures import summarise
-from kvgraft.evaluate.agents.inference import (
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    bootstrap,
-    bootstrap_share,
-    judge,
-    mcnemar,
-    rank_correlation,
-)
-from kvgraft.evaluate.agents.numerics import judge_reindexing
-from kvgraft.evaluate.agents.proposals import Proposal
-from kvgraft.evaluate.agents.reruns import Wavering, compare
-from kvgraft.evaluate.agents.runner import Row
-from kvgraft.evaluate.agents.tables import render_wavering
-from kvgraft.evaluate.agents.verdicts import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
 from kvgraft.testbed import MODEL_DIR
+from research.cross_query.divergence import DivergenceRow, Segment
+from research.cross_query.figures import summarise
+from research.cross_query.hypotheses import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
+from research.cross_query.numerics import judge_reindexing
+from research.cross_query.proposals import Proposal
+from research.cross_query.reruns import RerunStability, compare
+from research.cross_query.runner import StepRow
+from research.cross_query.tables import render_reruns
+from research.cross_query.verdict import FAILS, HOLDS, UNDECIDED, judge
 
-ROW = Row(
+ROW = StepRow(
     suite="qa", variation="plain", seed=0, episode=0, step=0, condition="none", round=0, task="sum", expected="42",
     answer="42", right=True, error=False, last=True, success=True, prompt=100, prefix=0, grafted=0, recomputed=0,
     fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0, probed_segments=0,
     rejected_segments=0, restored_blocks=0, fallback=None,
 )  # fmt: skip
 SEGMENT = Segment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
-STEP = Divergence("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
+STEP = DivergenceRow("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
 
 
-def rows(condition: str, seconds: float, lost: int = 0, seeds: int = 4, episodes: int = 100) -> list[Row]:
+def rows(condition: str, seconds: float, lost: int = 0, seeds: int = 4, episodes: int = 100) -> list[StepRow]:
     """Episodes of one step, of which the first `lost` of every seed fail."""
     return [
         replace(ROW, condition=condition, seed=seed, episode=n, seconds=seconds * (1 + n % 3), success=n >= lost)
@@ -55,7 +45,7 @@ def test_h1_on_known_ratios():
     assert latency.details["at most 0.5"] == HOLDS
     assert isnan(float(latency.details["against prefix"]))
     assert (success.value, success.verdict) == (0, HOLDS)
-    assert success.low == pytest.approx(-3 / 400)
+    assert success.low == pytest.approx(-(1.96**2) / (400 + 1.96**2), abs=1e-5)  # Wilson, none lost of 400
     slow, worse = judge_speed([*rows("none", 1.0), *rows("similar", 0.9, lost=5)])
     assert (slow.value, slow.verdict) == (pytest.approx(0.9), FAILS)
     assert (worse.value, worse.verdict) == (-0.05, FAILS)
@@ -65,26 +55,18 @@ def test_h1_on_known_ratios():
     assert judge_speed(rows("similar", 0.5)) == []
 
 
-def test_statistics():
-    assert mcnemar(0, 5) == mcnemar(5, 0) == 0.0625
-    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
-    assert mcnemar(1, 9) == pytest.approx(22 / 1024)
-    assert all(map(isnan, bootstrap([1.0, 2.0], ["one", "one"])))
-    assert bootstrap([1.0, 3.0, 2.0] * 9, list(range(27))) == bootstrap([1.0, 3.0, 2.0] * 9, list(range(27)))
-    low, high = bootstrap([1.0, 3.0] * 50, list(range(100)))
-    assert 1.5 < low < 2 < high < 2.5
-    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((0.9, 1.0))
-    assert bootstrap_share([0.0] * 30, list(range(30)), least=-1.0) == pytest.approx((-0.1, 0.1))
-    won = bootstrap_share([0.0] * 29 + [1.0], list(range(30)), least=-1.0)
-    assert won[0] == pytest.approx(1 / 30 - 0.1)
-    even = bootstrap_share([0.0] * 28 + [1.0, -1.0], [number % 2 for number in range(28)] + [0, 0], least=-1.0)
-    assert even[0] < -0.03 < 0.03 < even[1]  # though no world differs from any other
-    assert all(map(isnan, bootstrap_share([0.0, 1.0], [0, 0])))
+def test_p_is_corrected_for_the_number_of_conditions():
+    conditions = [*rows("similar", 1.0, lost=2), *rows("transitive", 1.0, lost=1), *rows("prefix", 1.0)]
+    found = judge_speed([*rows("none", 1.0), *conditions])
+    plain, corrected = ([one.details[name] for one in found[1::2]] for name in ("McNemar p", "McNemar p, Holm"))
+    assert plain == pytest.approx([2 / 2**8, 2 / 2**4, 1])  # 8, 4 and 0 lost
+    assert corrected == pytest.approx([3 * 2 / 2**8, 2 * 2 / 2**4, 1])
+
+
+def test_an_interval_decides_when_it_is_whole_on_one_side_of_a_bar():
     assert judge(0.1, 0.2, below=0.3) == judge(0.1, 0.2, above=0.1) == HOLDS
     assert judge(0.4, 0.5, below=0.3) == judge(0.1, 0.2, above=0.3) == FAILS
     assert judge(0.2, 0.4, below=0.3) == judge(nan, nan, below=0.3) == UNDECIDED
-    assert rank_correlation([1, 2, 3, 9], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1)
-    assert isnan(rank_correlation([1, 2], [1, 2]))
 
 
 def test_figures_count_whole_episodes_only():
@@ -140,8 +122,8 @@ def test_reruns_are_compared_by_their_answers():
 
 
 def test_the_table_of_reruns_fits_80_columns():
-    one = Wavering("sparsex:shallow=fresh", "adversarial", 300, 10, 0.123, 0.1, 0.2, 0.456, 0.789, 0.975)
+    one = RerunStability("sparsex:shallow=fresh", "adversarial", 300, 10, 0.123, 0.1, 0.2, 0.456, 0.789, 0.975)
     console = Console(width=80, file=StringIO())
-    console.print(render_wavering([one]))
+    console.print(render_reruns([one]))
     text = console.file.getvalue()
     assert all(word in text for word in ("300 x 10", "0.123 ± 0.050", "0.456", "0.789", "success", "0.975"))

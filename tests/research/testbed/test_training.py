@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvgraft.testbed import MODEL_DIR, tasks, vocabulary
-from kvgraft.testbed.training import by_head, curriculum, mimetic, trainer
-from kvgraft.testbed.training.batches import IDS, make_batch
-from kvgraft.testbed.training.curriculum import STAGES, Stage
-from kvgraft.testbed.training.export import export, make_tokenizer
-from kvgraft.testbed.training.trainer import Job, make_config, train
+from research.redknot import by_head
+from research.testbed import curriculum, mimetic, trainer
+from research.testbed.batches import IDS, make_batch
+from research.testbed.curriculum import STAGES, Stage
+from research.testbed.export import export, make_tokenizer
+from research.testbed.trainer import Job, make_config, train
 
 TINY = Stage(3, 128, 1e-3, curriculum.FIRST, max_hops=1, max_position=300)
 
@@ -113,7 +114,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_command_trains_and_goes_on(tmp_path: Path):
-    command = [sys.executable, "-m", "kvgraft.testbed.training", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "research.testbed", "--out", str(tmp_path)]
     for until in (1, 2):
         subprocess.run([*command, "--until", str(until)], check=True, capture_output=True, timeout=300)
         assert json.loads((tmp_path / "step.json").read_text()) == {"step": until, "seed": 0, "processes": 2}
