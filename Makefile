@@ -31,12 +31,12 @@ soak: $(READY) ## Load a server with everything at once for 20 minutes, then che
 	$(BIN)/python benchmarks/soak.py --minutes 20
 
 testbed: $(READY) ## Train the bundled model anew (resumable; about an hour on two cores), then test it
-	$(BIN)/python -m kvgraft.testbed.training --out build/testbed
+	$(BIN)/python -m research.testbed --out build/testbed
 	$(BIN)/kvgraft eval --suite all --policies full --lengths 1024,4096 --items 6 --seed 1000 \
 		--model build/testbed/model --out build/testbed/accuracy
 
 testbed-by-head: $(READY) ## Train the bundled model on, so that most KV heads need a window only (40 minutes), then test it
-	$(BIN)/python -m kvgraft.testbed.training --by-head --out build/testbed-by-head
+	$(BIN)/python -m research.testbed --by-head --out build/testbed-by-head
 	$(BIN)/kvgraft eval --suite all --policies full --items 6 --seed 1000 --head-paging \
 		--model build/testbed-by-head/model --out build/testbed-by-head/accuracy
 

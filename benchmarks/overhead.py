@@ -22,7 +22,8 @@ from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import ENVIRONMENT
-from scenarios import bootstrap, make_random_model
+from kvgraft.evaluate.statistics import bootstrap
+from scenarios import make_random_model
 from servers import MEMORY, THREADS
 
 IN_PROCESS = {
@@ -46,7 +47,7 @@ def main(
         make_random_model(Path(folder), layers, tokens + 128)
         plain, ours = measure(engine(folder), tokens, rounds)
     ratios = [b / a for a, b in zip(plain, ours, strict=True)]
-    low, high = bootstrap(ratios)
+    low, high = bootstrap(ratios, of=np.median)
     result = {
         "configuration": {"tokens": tokens, "layers": layers, "rounds": rounds, "threads": THREADS, "dtype": "float32"},
         "ratio": statistics.median(ratios), "low": low, "high": high,

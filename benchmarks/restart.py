@@ -17,17 +17,19 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.evaluate.servers import Server
+from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.segments.store import StoreOptions
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.scenarios import make_scenarios
 from load import Client, local_tokenizer
-from scenarios import SETTLE_S, OnProgress, Pair, bootstrap, checked, make_random_model
+from scenarios import SETTLE_S, OnProgress, Pair, checked, make_random_model
 from servers import THREADS, ServerOptions, start
 from store import DirOption, JsonOption, configuration, drop_page_cache, drops, error_console, report, require_equal
 from ttft import ONE_TOKEN
@@ -81,7 +83,8 @@ def restart_of(kind: str, plain: Sequence[Answer], stored: Sequence[Answer]) -> 
         kind, len(pairs), statistics.median(two.tokens for _, two in pairs),
         statistics.median(min(1.0, two.reused / two.tokens) for _, two in pairs),
         1e3 * statistics.median(one.ttft_s for one, _ in pairs),
-        1e3 * statistics.median(two.ttft_s for _, two in pairs), statistics.median(gains), *bootstrap(gains), same,
+        1e3 * statistics.median(two.ttft_s for _, two in pairs), statistics.median(gains),
+        *bootstrap(gains, of=np.median), same,
     )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvgraft.evaluate.servers import Server
+from kvgraft.evaluate.statistics import bootstrap
 from load import Client, Outcome, Summary, drive
 from workload import Ask, Shape, arrivals, make_workload
 
 OnProgress = Callable[[int, int], object]
-BOOTSTRAP = 2000
 SETTLE_S = 1.5  # vLLM's workers spin for a second after their last step, on the cores that the other server needs
 STALL_WARM_UP_TOKENS = 5  # of every stream, before the first prompt is sent
 
@@ -232,14 +232,6 @@ def checked(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median that hold 95 % of its resamples."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(np.asarray(values), (BOOTSTRAP, len(values))), axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def make_random_model(
     folder: Path, layers: int, max_position: int, shape: Mapping[str, Any] | None = None, family: str = "qwen3"
 ) -> None:
@@ -266,6 +258,7 @@ def _figure(
     ratios = [b / a if scenario.at_most else a / b for a, b in zip(plain, ours, strict=True)]
     told = Summary.of(outcomes[pair.ours])
     return Figure(
-        scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios), scenario.target, scenario.at_most,
+        scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios, of=np.median),
+        scenario.target, scenario.at_most,
         plain, ours, Summary.of(outcomes[pair.plain]).cached, told.grafted or 0.0, told.recomputed or 0.0, told.reasons,
     )  # fmt: skip

@@ -30,8 +30,8 @@ from rich.table import Table
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.tiers import Tiers
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.segments.store import SegmentStore, StoreOptions
-from scenarios import bootstrap
 from ttft import ONE_TOKEN, SHAPE, make_model
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -247,7 +247,7 @@ def costs_of(side: str, seconds: Mapping[str, Sequence[tuple[float, ...]]]) -> l
     rows = []
     for what, mine, plain in zip(("first token", "decode step"), seconds[side], seconds["none"], strict=False):
         ratios = [b / a for a, b in zip(plain, mine, strict=True)]
-        low, high = bootstrap(ratios)
+        low, high = bootstrap(ratios, of=np.median)
         rows.append(Cost(side, what, 1e3 * statistics.median(mine), statistics.median(ratios), low, high))
     return rows
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from load import Outcome, Spread, Summary
-from scenarios import SCENARIOS, Figure, bootstrap, longest_pause
+from scenarios import SCENARIOS, Figure, longest_pause
 from soak import growth
 from tables import comparison_of, line_of, table_of
 
@@ -83,12 +83,6 @@ def test_the_promises_are_those_of_the_project():
         "stall": (1.3, True, 4096, 0.9),
     }
     assert SCENARIOS["nothing"].rounds >= 20
-
-
-def test_bounds_of_a_median_hold_it():
-    low, high = bootstrap([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert 1.0 <= low < 3.0 < high <= 100.0
-    assert bootstrap([2.0] * 5) == (2.0, 2.0)
 
 
 def test_growth_is_that_after_the_first_third():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from every_flow import EVERY_FLOW
 from kvgraft.decode import ops
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.codegen import cache_source, source_of
@@ -68,15 +69,15 @@ def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", EVERY_FLOW)
 def test_a_flow_chooses_the_same(name: str, geometry: str):
-    check(FLOWS[name](k=2, layers_skip=()), GEOMETRIES[geometry])
+    check(EVERY_FLOW[name](k=2, layers_skip=()), GEOMETRIES[geometry])
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", EVERY_FLOW)
 def test_every_flow_is_generated_as_a_whole(name: str):
     for geometry in ((16, 32, 4), (16, 128, 2), (64, 128, 16)):
-        assert not missing(FLOWS[name](), geometry)
+        assert not missing(EVERY_FLOW[name](), geometry)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from every_flow import CHANNELS
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Flow, trace
-from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.decode.planner import plan
 
 BLOCK, DIM, GROUP = 16, 8, 2
@@ -62,21 +63,61 @@ def test_a_flow_chooses_the_best_blocks(name: str):
     assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
 
 
-@pytest.mark.parametrize(("name", "like"), [("channel_topk", "block_topk"), ("channel_quest", "quest")])
-def test_masked_channels_have_no_say(name: str, like: str):
-    request = Request(FLOWS[name](k=3, groups=4, masked=(0, 3)), 12)  # type: ignore[call-arg]
-    query = torch.randn(GROUP, DIM)
-    without = query.clone()
-    without[:, [0, 1, 6, 7]] = 0
-    assert request.step(query) == request.best(scores(like, request.keys[: request.filled], without), 3)
-    with pytest.raises(ValueError, match="masked must be groups from 0 to 3, got 4"):
-        Request(FLOWS[name](groups=4, masked=4), 12)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(("name", "most"), [("block_topk", 15), ("quest", 20)])
 def test_a_flow_is_short(name: str, most: int):
     lines = Path(inspect.getfile(FLOWS[name])).read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= most
+
+
+def test_masked_channels_have_no_say():
+    for name, like in (("channel_topk", "block_topk"), ("channel_quest", "quest")):
+        request = Request(find(f"{CHANNELS}:{name}:k=3,groups=4,masked=0+3"), 12)
+        query = torch.randn(GROUP, DIM)
+        without = query.clone()
+        without[:, [0, 1, 6, 7]] = 0
+        assert request.step(query) == request.best(scores(like, request.keys[: request.filled], without), 3)
+        with pytest.raises(ValueError, match="masked must be groups from 0 to 3, got 4"):
+            Request(find(f"{CHANNELS}:{name}:groups=4,masked=4"), 12)
+
+
+def find(text: str) -> Flow:
+    flow = parse_flow(text)
+    assert flow is not None
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("behind", "message"),
+    [
+        ("", r"channels.py has several flows: name one \(.*channels.py:channel_topk\) of channel_topk, channel_quest"),
+        (":k=9", "has several flows"),
+        (":channel", r"unknown flow of .*channels.py 'channel': choose from channel_quest, channel_topk"),
+        (":channel:k=9", "unknown flow of .* 'channel'"),
+        (":channel_topk:j=9", r"has no option 'j': it has k, layers_skip, groups, masked"),
+        (":channel_topk:k", "option 'k' is not option=value"),
+    ],
+)
+def test_a_flow_of_a_file_is_named_behind_a_colon(behind: str, message: str):
+    assert find(f"{CHANNELS}:channel_quest").name == "channel_quest"
+    assert find(f"{CHANNELS}:channel_quest:k=9").k == 9
+    assert find(f"{CHANNELS}:channel_quest") == find(f"{CHANNELS}:channel_quest"), "a file is not run again"
+    with pytest.raises(ValueError, match=message):
+        parse_flow(f"{CHANNELS}{behind}")
+
+
+def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"'quset': choose from block_topk, .*, or give a file \(my_flow.py, my_flow"):
+        parse_flow("quset:k=9")
+    with pytest.raises(ValueError, match=r"unknown flow 'my\.pyx'"):
+        parse_flow("my.pyx")
+    odd = tmp_path / "a.pyx"
+    odd.mkdir()
+    (odd / "mine.py").write_text(
+        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+    )
+    assert find(f"{odd}/mine.py:k=7").k == 7
+    (odd / "mine.py").write_text(mine.replace("'mine'", "'other'"))
+    assert find(f"{odd}/mine.py").name == "other", "it has changed"
 
 
 def test_h2o_adds_up_over_steps():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from every_flow import NAMED
 from kvgraft import Engine, Request, RequestError, SamplingParams
 from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.flows.block_topk import BlockTopK
@@ -35,17 +36,17 @@ def engine(shared: Engine) -> Engine:
     shared.check()
 
 
-@pytest.mark.parametrize("flow", sorted(FLOWS.keys() - {"sonnet_above_mean_gate"}))  # which leaves out what it may
+@pytest.mark.parametrize("flow", sorted(NAMED.keys() - {"sonnet_above_mean_gate"}))  # which leaves out what it may
 def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
     dense = engine.generate([request(count, seed=count) for count in LENGTHS])
-    sparse = engine.generate([request(count, f"{flow}:k=60,layers_skip=none", count) for count in LENGTHS])
+    sparse = engine.generate([request(count, f"{NAMED[flow]}:k=60,layers_skip=none", count) for count in LENGTHS])
     assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", NAMED)
 def test_company_changes_nothing(engine: Engine, flow: str):
-    requests = [request(count, f"{flow}:k=3", count, decoded_tail=20, remember=False) for count in LENGTHS]
+    requests = [request(count, f"{NAMED[flow]}:k=3", count, decoded_tail=20, remember=False) for count in LENGTHS]
     requests += [request(200), request(200, "quest:k=5")]
     together = [result.token_ids for result in engine.generate(requests)]
     assert together == [engine.generate([one])[0].token_ids for one in requests]
@@ -53,7 +54,7 @@ def test_company_changes_nothing(engine: Engine, flow: str):
 
 @pytest.mark.parametrize("flow", ["quest", "h2o", "nsa_block_topk", "sonnet_value_weighted_centroid"])
 def test_generated_kernels_choose_the_same(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
-    requests = [request(count, f"{flow}:k=3", count, remember=False) for count in (150, 90)]
+    requests = [request(count, f"{NAMED[flow]}:k=3", count, remember=False) for count in (150, 90)]
     expected = [result.token_ids for result in engine.generate(requests)]
     calls = []
     run = dispatch.generated
@@ -165,7 +166,7 @@ def test_a_flow_of_a_file(engine: Engine, tmp_path: Path):
     with pytest.raises(RequestError, match=r"mine.py:14: there is no cache 'centroid': choose from k, v, centroids"):
         engine.generate([request(300, str(path))])
     path.write_text(path.read_text() + path.read_text().replace("Mine", "Other").replace("mine", "other"))
-    with pytest.raises(RequestError, match=r"several flows: choose one of .*mine.py@mine, .*mine.py@other"):
+    with pytest.raises(RequestError, match=r"several flows: name one \(.*mine.py:mine\) of mine, other"):
         engine.generate([request(300, str(path))])
 
 

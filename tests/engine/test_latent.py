@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from every_flow import CHANNELS, NAMED
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.decode import indexer
-from kvgraft.decode.flows import FLOWS
 from models import VOCAB_SIZE
 
 LENGTHS = (40, 150, 400, 90)
@@ -36,16 +36,16 @@ def test_a_token_is_kept_once(engine: Engine):
     assert used == 8 * engine.memory.cache.page_bytes  # 63 tokens
 
 
-@pytest.mark.parametrize("flow", sorted(FLOWS.keys() - {"sonnet_above_mean_gate"}))  # which leaves out what it may
+@pytest.mark.parametrize("flow", sorted(NAMED.keys() - {"sonnet_above_mean_gate"}))  # which leaves out what it may
 def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
     engine.clear_cache()
     dense = engine.generate([request(count) for count in LENGTHS])
-    sparse = engine.generate([request(count, f"{flow}:k=60,layers_skip=none") for count in LENGTHS])
+    sparse = engine.generate([request(count, f"{NAMED[flow]}:k=60,layers_skip=none") for count in LENGTHS])
     assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
 
 
-@pytest.mark.parametrize(("flow", "aware"), [("block_topk:k=2", True), (f"channel_topk:k=2,{ROPE}", False)])
+@pytest.mark.parametrize(("flow", "aware"), [("block_topk:k=2", True), (f"{CHANNELS}:channel_topk:k=2,{ROPE}", False)])
 def test_flows_see_the_fused_latent_or_its_content_alone(
     engine: Engine, flow: str, aware: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,7 +11,8 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.evaluate import heads
 from kvgraft.evaluate.heads import Sample
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
+from kvgraft.testbed import MODEL_DIR
+from research import redknot
 
 L, G, R = HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL
 
@@ -72,8 +73,8 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
 
 
 def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
-    host = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.01)
-    made = HeadMap.load(MODEL_BY_HEAD_DIR / "heads.json")
+    host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
+    made = HeadMap.load(redknot.MODEL_DIR / "heads.json")
     samples = heads.generated_samples(host, seed=0, count=4, length=512)
     found = heads.profile(host, samples, sinks=made.sinks, window=made.window, threshold=0.1).head_map
     assert 2 <= found.num_kept <= made.num_kept

@@ -1,10 +1,9 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from kvgraft.evaluate.metrics import contains_all, contains_any, exact_match, f1, first_token, interval, kv_deviation
+from kvgraft.evaluate.metrics import contains_all, contains_any, exact_match, f1, first_token, kv_deviation
 
 
 @pytest.mark.parametrize(
@@ -50,19 +49,3 @@ def test_kv_deviation_is_relative_and_per_token():
     ours = truth.clone()
     ours[1] *= 3
     assert kv_deviation(ours, truth).tolist() == pytest.approx([0, 2, 0])
-
-
-def test_interval_holds_the_mean_and_draws_clusters_whole():
-    rng = np.random.default_rng(1)
-    means = rng.random(40)
-    values = [float(rng.random() < m) for m in means for _ in range(4)]
-    alone = interval(values, range(len(values)))
-    clustered = interval(values, [place // 4 for place in range(len(values))])
-    for low, high in (alone, clustered):
-        assert low < np.mean(values) < high
-    assert interval([1.0] * 8, range(8)) == (1.0, 1.0)
-    copies = [value for value in values[::4] for _ in range(4)]  # four times the same answer is one answer
-    low, high = interval(copies, [place // 4 for place in range(len(copies))])
-    narrow = interval(copies, range(len(copies)))
-    assert high - low > 1.5 * (narrow[1] - narrow[0])
-    assert clustered == interval(values, [place // 4 for place in range(len(values))])

@@ -40,12 +40,12 @@ FLOWS = """
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS
+from every_flow import EVERY_FLOW
 from kvgraft.decode.planner import plan
 
 for name in ("quest", "h2o", "opus_coarse_fine", "sonnet_value_weighted_centroid"):
     for dim, group in ((128, 2), (576, 16)):
-        program = trace(FLOWS[name](), 16, dim, group)
+        program = trace(EVERY_FLOW[name](), 16, dim, group)
         pool = {"k": torch.zeros(90, 16, dim), "v": torch.zeros(90, 16, dim)}
         pool |= {cache: torch.zeros(90, *shape) for cache, shape in program.caches.items()}
         fill(program, pool, torch.arange(80), implementation="triton")
@@ -76,7 +76,8 @@ compile_only()
 )
 def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    tests = Path(__file__).parents[1]
+    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent), environment.get("PYTHONPATH", "")))
     program = f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -123,6 +123,6 @@ def test_the_flag_names_the_flow_to_every_process(model: Path, tmp_path: Path, m
     Path("mine.py").write_text(
         "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
     )
-    assert parse([str(model), "--flow", "mine.py@mine:k=2"]).additional_config == {FLOW: f"{tmp_path}/mine.py@mine:k=2"}
+    assert parse([str(model), "--flow", "mine.py:mine:k=2"]).additional_config == {FLOW: f"{tmp_path}/mine.py:mine:k=2"}
     with pytest.raises(ValueError, match="unknown flow 'guess': choose from block_topk"):
         parse([str(model), "--flow", "guess"])

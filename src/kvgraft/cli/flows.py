@@ -1,6 +1,5 @@
 """Commands about flows: what there are, what one does, and how good they are."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from kvgraft.testbed import MODEL_DIR
 
 flows_app = typer.Typer(name="flow", help="Sparse decode attention as programs: docs/flows.md.", no_args_is_help=True)
 app.add_typer(flows_app)
-FlowArgument = Annotated[str, typer.Argument(metavar="FLOW", help="quest, quest:k=64, my.py, my.py@name:k=64")]
+FlowArgument = Annotated[str, typer.Argument(metavar="FLOW", help="quest, quest:k=64, my.py, my.py:name:k=64")]
 BlockOption = Annotated[int, typer.Option(help="Tokens of a block: of a page of the host.")]
 
 
@@ -111,41 +110,3 @@ def bench_flows(
         return
     console.print(judging.render(found))
     console.print(f"[dim]{out}: {judging.ROWS}, flows.json, {picture.name}[/dim]", soft_wrap=True)
-
-
-@flows_app.command("search")
-def search_flows(
-    model: ModelOption = MODEL_DIR,
-    out: Annotated[Path, typer.Option(help="Directory of candidates and answers; a search there goes on.")] = Path(
-        "flow-search"
-    ),
-    candidates: Annotated[int, typer.Option(help="Flows to try, those of earlier runs included.")] = 60,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so many.", show_default="no limit")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of candidates, texts and questions.")] = 0,
-    block: BlockOption = 16,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    as_json: JsonOption = False,
-) -> None:
-    """Try flows made of known motifs: random ones, then children of the best; each is kept as a file."""
-    from kvgraft.decode.flows import DENSE
-    from kvgraft.evaluate import flows as judging
-    from kvgraft.evaluate import search as searching
-
-    engine = load(model, dtype=dtype, device=device, block_size=block)
-    with progress_bar(progress_console, "searching") as on_progress:
-        found = searching.search(
-            engine, out, candidates=candidates, seconds=60 * minutes if minutes is not None else math.inf, seed=seed,
-            length=length, on_generation=lambda judged: on_progress(len(judged) - 1, candidates),
-        )  # fmt: skip
-    best = [one.flow for one in found if one.flow != DENSE and len(one.passed) == len(found[0].passed)]
-    diversity = searching.diversity([one.flow for one in found], block)
-    if as_json:
-        print_json({"found": found, "diversity": diversity})
-        return
-    console.print(judging.render(found[:20]))
-    console.print(
-        f"{len(found) - 1} candidates, {len(best)} passed all stages; mean structural distance of all {diversity:.2f}"
-    )
-    console.print(f"[dim]{out}: {searching.CANDIDATES}/, {judging.ROWS}[/dim]", soft_wrap=True)

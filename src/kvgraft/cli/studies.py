@@ -199,27 +199,27 @@ def profile_layers(
     as_json: JsonOption = False,
 ) -> None:
     """Which layers of a model agree on what is important in a text: N* of `samkv`."""
-    from kvgraft.evaluate import stability
+    from kvgraft.evaluate import layer_profile
 
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         named = {path.name: path.read_text(encoding="utf-8") for path in text}
-        chosen = stability.user_texts(engine, named, count=texts, length=length, block=block)
+        chosen = layer_profile.user_texts(engine, named, count=texts, length=length, block=block)
     else:
-        chosen = stability.generated_texts(engine, seed=seed, count=texts, length=length, block=block)
+        chosen = layer_profile.generated_texts(engine, seed=seed, count=texts, length=length, block=block)
     with progress_bar(progress_console, "profiling") as on_progress:
-        found = stability.survey(engine, chosen, block, on_progress)
-    profiled = stability.profile(engine.config.identity, found, threshold)
+        found = layer_profile.survey(engine, chosen, block, on_progress)
+    profiled = layer_profile.profile(engine.config.identity, found, threshold)
     out = model / LAYERS_FILE if out is None else out
     profiled.save(out)
     if plot is not None:
-        from kvgraft.evaluate.plots import write_stability  # matplotlib takes a second to load
+        from kvgraft.evaluate.plots import write_layer_profile  # matplotlib takes a second to load
 
-        write_stability(found, profiled.stable, plot)
+        write_layer_profile(found, profiled.stable, plot)
     if as_json:
         print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in found.items()}})
     else:
-        console.print(stability.render(found, profiled))
+        console.print(layer_profile.render(found, profiled))
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 

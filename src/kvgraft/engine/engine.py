@@ -215,6 +215,18 @@ class Engine:
             raise RuntimeError("the sequence ended without a result")
         return last.result
 
+    def occupy(self, requests: Items[Request | str]) -> list[Sequence]:
+        """Sequences that run as if their prompts had been computed, on whatever their pages hold: for who times decode
+        steps. `scheduler.abort` lets them go.
+
+        Raises:
+            RequestError, PoolExhausted: they cannot be served, or do not fit.
+        """
+        sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
+        for sequence in sequences:
+            self.scheduler.adopt(sequence)
+        return sequences
+
     def freeze(self, name: str, prompt: Request | str) -> FrozenEntry:
         """Read a text and keep its blocks in the frozen pool under `name`, in the request's namespace.
 

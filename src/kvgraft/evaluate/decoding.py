@@ -37,12 +37,11 @@ class Steps:
         for pool in engine.memory.cache.pools:
             pool.normal_()
         tokens = np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
-        self._sequences = []
-        for number in range(batch):
-            sequence = engine._sequence(number, Request(tokens, "full", SamplingParams(2), namespace=str(number)))
-            engine.scheduler.adopt(sequence)
+        self._sequences = engine.occupy(
+            [Request(tokens, "full", SamplingParams(2), namespace=str(number)) for number in range(batch)]
+        )
+        for sequence in self._sequences:
             sequence.tokens.append(tokens[0])
-            self._sequences.append(sequence)
 
     def under(self, flow: str) -> Step:
         """A step under this flow; always the same one."""

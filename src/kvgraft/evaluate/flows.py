@@ -6,6 +6,7 @@ what a short answer needs would have been known before the flow had a say.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from statistics import mean
 
@@ -18,10 +19,11 @@ from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.lines import read_lines
-from kvgraft.evaluate.metrics import SCORES, interval
+from kvgraft.evaluate.jsonl import read_lines
+from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_parts
+from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.evaluate.tasks import GENERATED, Ask, Item, Shape
 
 ROWS = "flows.jsonl"
@@ -75,14 +77,15 @@ class Found(msgspec.Struct, frozen=True):
     """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on the same questions.
 
     Attributes:
+        low, high: 95 % bootstrap interval of the score, drawn by text; None of a single one.
         passed: stages that it has answered; the last may have been its end.
         tokens_per_s, faster: of decode steps of one sequence, see `decoding.speedups`; 0 if nobody measured.
     """
 
     flow: str
     score: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     of_dense: float
     stages: dict[str, float]
     tasks: dict[str, float]
@@ -176,7 +179,7 @@ def summarise(rows: Sequence[Row], speed: Mapping[str, tuple[float, float]] | No
     for flow in dict.fromkeys(row.flow for row in rows):
         own = [row for row in rows if row.flow == flow]
         score = mean(row.score for row in own)
-        low, high = interval([row.score for row in own], [(row.stage, row.text) for row in own])
+        low, high = bootstrap([row.score for row in own], [(row.stage, row.text) for row in own])
         truth = mean(dense[row.stage, row.text, row.number] for row in own)
         by_stage, by_task = (
             {name: mean(row.score for row in own if getattr(row, key) == name) for name in dict.fromkeys(names)}
@@ -184,7 +187,8 @@ def summarise(rows: Sequence[Row], speed: Mapping[str, tuple[float, float]] | No
         )
         rates = (speed or {}).get(flow, (0.0, 0.0))
         of_dense = score / max(truth, 1e-9)
-        found.append(Found(flow, score, low, high, of_dense, by_stage, by_task, tuple(by_stage), *rates))
+        least, most = (None, None) if isnan(low) else (low, high)
+        found.append(Found(flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates))
     return sorted(found, key=lambda one: (-len(one.passed), -one.score, one.flow))
 
 
@@ -219,7 +223,8 @@ def render(found: Sequence[Found]) -> RenderableType:
     for one in found:
         by_stage = [f"{one.stages[name]:.3f}" if name in one.stages else "-" for name in stages]
         table.add_row(
-            one.flow + " *" * (one in best), f"{one.score:.3f}", f"{one.low:.2f}-{one.high:.2f}", *by_stage,
+            one.flow + " *" * (one in best), f"{one.score:.3f}",
+            "-" if one.low is None else f"{one.low:.2f}-{one.high:.2f}", *by_stage,
             f"{one.faster:.2f}x" if one.faster else "-",
         )  # fmt: skip
     legend = "score: mean of the stages that the flow has reached; *: no other flow is both better and faster"

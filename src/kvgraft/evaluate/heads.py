@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from torch import Tensor
 from kvgraft.engine.decoder import Decoder, causal_attention
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.statistics import kl_divergence
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
@@ -178,14 +178,13 @@ def measure_effect(decoder: Decoder, sample: Sample, sinks: int, window: int) ->
         states = [decoder.embed(torch.tensor([*prefix, *sample.body], device=decoder.device))]
         for layer in range(config.num_layers):
             states.append(layers.run(layer, states[-1]))
-        whole = decoder.logits(states[-1][-1:]).log_softmax(-1)
+        whole = decoder.logits(states[-1][-1:])
         for layer in range(config.num_layers):
             for head in range(config.num_kv_heads):
                 state = layers.run(layer, states[layer], head)
                 for above in range(layer + 1, config.num_layers):
                     state = layers.run(above, state)
-                changed = decoder.logits(state[-1:]).log_softmax(-1)
-                total[layer, head] += float(F.kl_div(changed, whole, log_target=True, reduction="sum"))
+                total[layer, head] += float(kl_divergence(whole, decoder.logits(state[-1:])))
     return total / len(sample.prefixes)
 
 

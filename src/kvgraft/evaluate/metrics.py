@@ -1,15 +1,14 @@
-"""How good an answer is, and how near to full recomputation: text scores, distances of logits and KV, intervals."""
+"""How good an answer is, and how near to full recomputation: text scores, distances of logits and KV."""
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-RESAMPLES = 2000  # of a bootstrap interval
+from kvgraft.evaluate.statistics import kl_divergence
 
 
 def normalise(text: str) -> str:
@@ -46,11 +45,10 @@ SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 def first_token(ours: Tensor, truth: Tensor) -> dict[str, float]:
     """Distances of two logit vectors [V]: KL(truth || ours) in nats, agreement of the best and of the ten best tokens
     (shares), cosine."""
-    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
     ten = min(10, truth.numel())
     common = set(truth.topk(ten).indices.tolist()) & set(ours.topk(ten).indices.tolist())
     return {
-        "kl": float((p.exp() * (p - q)).sum().clamp(min=0)),
+        "kl": float(kl_divergence(truth, ours)),
         "top1": float(int(truth.argmax()) == int(ours.argmax())),
         "top10": len(common) / ten,
         "cosine": float(torch.nn.functional.cosine_similarity(truth.double(), ours.double(), dim=0)),
@@ -61,20 +59,6 @@ def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
     """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice -> float32 [n]."""
     distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
     return distance / truth.float().flatten(1).norm(dim=1).clamp(min=1e-12)
-
-
-def interval(values: Sequence[float], clusters: Sequence[object], seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean; values of one cluster (questions about one text) are drawn together."""
-    sums: dict[object, list[float]] = {}
-    for value, cluster in zip(values, clusters, strict=True):
-        total = sums.setdefault(cluster, [0.0, 0.0])
-        total[0] += value
-        total[1] += 1
-    totals = np.array(list(sums.values()))  # [clusters, 2]
-    drawn = np.random.default_rng(seed).integers(len(totals), size=(RESAMPLES, len(totals)))
-    resampled = totals[drawn].sum(1)  # [RESAMPLES, 2]
-    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _occurs(text: str, answer: str) -> bool:

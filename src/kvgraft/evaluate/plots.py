@@ -41,29 +41,11 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
             summaries = summarise(rows, name)
             if len({summary.group for summary in summaries}) > 1:
                 figures[name] = _bars(summaries, colours, name)
-        return [_save(figure, directory / f"quality_{name}.png") for name, figure in figures.items()]
+        return [save(figure, directory / f"quality_{name}.png") for name, figure in figures.items()]
 
 
-def write_curves(rows: Sequence[Row], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:
-    """Quality against work, one line for each family of policies (one method with more and more work)."""
-    found = {summary.policy: summary for summary in summarise(rows, "all")}
-    with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.2, 4.6))
-        _draw_full(axes, found["full"])
-        for number, (family, policies) in enumerate(families.items()):
-            points = [found[policy] for policy in policies]
-            axes.plot(
-                [p.work for p in points], [p.score for p in points], marker="o", markersize=4, linewidth=1.3,
-                color=COLOURS[number % len(COLOURS)], label=family,
-            )  # fmt: skip
-        axes.set_xlabel(WORK)
-        axes.set_ylabel("score")
-        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.06, 0.5))
-        return _save(figure, directory / "quality_curves.png")
-
-
-def _draw_full(axes: Axes, full: Summary) -> None:
+def draw_full(axes: Axes, full: Summary) -> None:
+    """A line at the score of full recomputation."""
     axes.axhline(full.score, color="grey", linewidth=1, linestyle="--")
     axes.annotate(
         "full", (1.0, full.score), xycoords=("axes fraction", "data"), xytext=(8, -3), textcoords="offset points"
@@ -74,14 +56,14 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
     for summary in summaries:
         if summary.policy == "full":
-            _draw_full(axes, summary)
+            draw_full(axes, summary)
             continue
         x, score = getattr(summary, across), summary.score
         error = [[score - summary.low], [summary.high - score]]
         axes.errorbar(x, score, error, fmt="o", color=colours[summary.policy], capsize=3, label=summary.policy)
     axes.set_xlabel(label)
     axes.set_ylabel("score (95 % interval)")
-    axes.set_ylim(max(0.0, min(s.low for s in summaries) - 0.15), 1.03)
+    axes.set_ylim(max(0.0, float(np.nanmin([(s.low, s.score) for s in summaries])) - 0.15), 1.03)
     axes.margins(x=0.15)
     if across == "work":
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
@@ -132,7 +114,7 @@ def write_pareto(found: Sequence[Found], best: Sequence[Found], directory: Path)
         axes.set_ylabel("score")
         axes.set_ylim(-0.02, 1.05)
         axes.margins(x=0.2)
-        return _save(figure, directory / "flows.png")
+        return save(figure, directory / "flows.png")
 
 
 def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) -> None:
@@ -146,10 +128,10 @@ def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) ->
         for axes, (title, chosen, needle) in zip(grid[0], panels, strict=True):
             _layer_panel(axes, title, chosen, needle)
         grid[0][0].set_ylabel("layer")
-        _save(figure, path)
+        save(figure, path)
 
 
-def write_stability(found: Mapping[str, np.ndarray], stable: Sequence[int], path: Path) -> None:
+def write_layer_profile(found: Mapping[str, np.ndarray], stable: Sequence[int], path: Path) -> None:
     """How many texts of each data set agree with a layer on what is most important, and N* (SamKV Figure 8)."""
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 3.6))
@@ -163,7 +145,7 @@ def write_stability(found: Mapping[str, np.ndarray], stable: Sequence[int], path
         axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
         axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
-        _save(figure, path)
+        save(figure, path)
 
 
 def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> None:
@@ -202,10 +184,11 @@ def write_heads(head_map: HeadMap, path: Path) -> Path:
                     if found is not HeadClass.LOCAL:
                         axes.text(head, layer, found[0].upper(), ha="center", va="center", fontsize=8, color=ink)
         grid[0].set_ylabel("layer")
-        return _save(figure, path)
+        return save(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture, and let go of it."""
     figure.savefig(path)
     plt.close(figure)
     return path

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.metrics import interval
 from kvgraft.evaluate.runner import Row
+from kvgraft.evaluate.statistics import bootstrap, paired_difference
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class Summary:
 
     Attributes:
         group: what the rows have in common.
-        score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval (drawn by item).
+        score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval (drawn by item; NaN of
+            a single one).
         of_full: score divided by that of `full` on the same prompts.
+        beyond_full, beyond_low, beyond_high: mean of the differences from `full`, prompt by prompt, with its interval.
         exact_match, f1: means of these.
         reused: grafted tokens of the prompt tokens.
         recomputed: of the grafted tokens, computed again in the last layer.
@@ -47,6 +49,9 @@ class Summary:
     low: float
     high: float
     of_full: float
+    beyond_full: float
+    beyond_low: float
+    beyond_high: float
     exact_match: float
     f1: float
     reused: float
@@ -91,8 +96,10 @@ def summarise(rows: Sequence[Row], grouping: str) -> list[Summary]:
 
 def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str, int], Row]) -> Summary:
     scores = [row.score for row in rows]
-    low, high = interval(scores, [row.cluster for row in rows])
+    clusters = [row.cluster for row in rows]
+    low, high = bootstrap(scores, clusters)
     truth = [full[row.cluster, row.number] for row in rows]
+    beyond = paired_difference(scores, [row.score for row in truth], clusters)
     answers = [row.answer for row in rows]
     grafted = sum(answer.grafted for answer in answers)
     extra = sum(max(0.0, answer.computed * answer.prompt - answer.fresh) for answer in answers if answer.grafted)
@@ -111,6 +118,9 @@ def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str,
         low=low,
         high=high,
         of_full=mean(scores) / max(1e-9, mean(row.score for row in truth)),
+        beyond_full=beyond.value,
+        beyond_low=beyond.low,
+        beyond_high=beyond.high,
         exact_match=mean(row.exact_match for row in rows),
         f1=mean(row.f1 for row in rows),
         reused=grafted / sum(answer.prompt for answer in answers),
@@ -140,7 +150,7 @@ def _kept(answer: Answer) -> float:
 
 def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
     """Header and lines: policies and groups, the fewer as columns; each cell is `score ± half the interval`."""
-    cells = {(s.policy, s.group): f"{s.score:.3f} ± {(s.high - s.low) / 2:.3f}" for s in summaries}
+    cells = {(s.policy, s.group): with_spread(s) for s in summaries}
     policies, groups = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     by_policy = [["", *groups], *([policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies)]
     if len(policies) > len(groups):
@@ -148,14 +158,21 @@ def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
     return [list(column) for column in zip(*by_policy, strict=True)]
 
 
+def with_spread(summary: Summary, digits: int = 3) -> str:
+    """The score and half its interval, if it has one."""
+    half = (summary.high - summary.low) / 2
+    return f"{summary.score:.{digits}f}" + ("" if isnan(half) else f" ± {half:.{digits}f}")
+
+
 def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     """Header and lines: a line for each policy, with all that one wants to know at a glance."""
     header = [
-        "policy", "score", "95 %", "of full", "F1", "EM", "kept", "KV MiB", "redone", "work", "FLOPs", "TTFT ms",
-        "faster", "KL", "top-1",
+        "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone", "work", "FLOPs",
+        "TTFT ms", "faster", "KL", "top-1",
     ]  # fmt: skip
     lines = [
-        [s.policy, f"{s.score:.3f}", f"{s.low:.3f}-{s.high:.3f}", f"{s.of_full:.3f}", f"{s.f1:.3f}",
+        [s.policy, f"{s.score:.3f}", "-" if isnan(s.low) else f"{s.low:.3f}-{s.high:.3f}",
+         f"{s.of_full:.3f}", _beyond(s), f"{s.f1:.3f}",
          f"{s.exact_match:.3f}", f"{s.kept:.1%}", f"{s.kv_mib:.1f}" if s.kv_mib else "-", f"{s.recomputed:.1%}",
          f"{s.work:.1%}", _known(s.flops, ".1%"), f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}",
          _known(s.kl, ".3f"), _known(s.top1, ".3f")]
@@ -164,15 +181,22 @@ def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     return [header, *lines]
 
 
+def _beyond(summary: Summary) -> str:
+    if summary.policy == "full" or isnan(summary.beyond_low):
+        return "-"
+    return f"{summary.beyond_low:+.3f} to {summary.beyond_high:+.3f}"
+
+
 def _known(value: float, form: str) -> str:
     """`-` for what the host does not tell."""
     return "-" if isnan(value) else format(value, form)
 
 
 LEGEND = (
-    "score: mean by the tasks' own metrics; kept: tokens of the prompt in the cache when the answer begins; KV: most "
-    "that keys and values took at a time; redone: grafted tokens computed again in the last layer; work: (token, "
-    "layer) pairs computed beyond the fresh tokens, as a share of the grafted ones, probes included; FLOPs: of the "
+    "score: mean by the tasks' own metrics; beyond full: 95 % interval of the difference from full, prompt by prompt; "
+    "kept: tokens of the prompt in the cache when the answer begins; KV: most that keys and values took at a time; "
+    "redone: grafted tokens computed again in the last layer; work: (token, layer) pairs computed beyond the fresh "
+    "tokens, as a share of the grafted ones, probes included; FLOPs: of the "
     "whole prefill, of full's; faster: median ratio of time to first token; KL, top-1: first token against full"
 )
 
@@ -180,7 +204,8 @@ LEGEND = (
 def render(rows: Sequence[Row]) -> RenderableType:
     """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
     overview = overview_table(summarise(rows, "all"))
-    kept = [place for place, name in enumerate(overview[0]) if name not in ("95 %", "F1", "EM", "TTFT ms", "top-1")]
+    left_out = ("95 %", "beyond full", "F1", "EM", "TTFT ms", "top-1")
+    kept = [place for place, name in enumerate(overview[0]) if name not in left_out]
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
     for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
         table = scores_table(summarise(rows, name))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvgraft.evaluate.hosts import Answer, Host
-from kvgraft.evaluate.lines import check_config, read_lines
+from kvgraft.evaluate.jsonl import check_config, read_lines
 from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite

@@ -8,5 +8,3 @@ from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
 """Directory of the bundled model: configuration, tokenizer and weights in the Hugging Face format."""
-MODEL_BY_HEAD_DIR: Path = Path(__file__).parent / "model_by_head"
-"""The same model trained on so that 25 of its 32 KV heads need sinks and a window only (`make testbed-by-head`)."""

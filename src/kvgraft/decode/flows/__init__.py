@@ -1,58 +1,62 @@
-"""The flows by name. A new flow is one file and one line here, or a file of the user's."""
+"""The flows by name. A new flow is one file and one line here, or a file of the user's, which may hold several."""
 
 import importlib.util
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from kvgraft.decode.flow import Flow
 from kvgraft.decode.flows.block_topk import BlockTopK
-from kvgraft.decode.flows.channels import ChannelQuest, ChannelTopK
 from kvgraft.decode.flows.double_sparse import DoubleSparse
 from kvgraft.decode.flows.h2o import H2O
 from kvgraft.decode.flows.nsa import NSABlockTopK
-from kvgraft.decode.flows.proposed import PROPOSED
 from kvgraft.decode.flows.quest import Quest
 from kvgraft.decode.flows.streaming import Streaming
 from kvgraft.methods import make, parse
 
-_CLASSIC: tuple[type[Flow], ...] = (
-    BlockTopK,
-    Quest,
-    DoubleSparse,
-    NSABlockTopK,
-    H2O,
-    Streaming,
-    ChannelTopK,
-    ChannelQuest,
-)
-FLOWS = {flow.name: flow for flow in (*_CLASSIC, *PROPOSED)}
+_NAMED: tuple[type[Flow], ...] = (BlockTopK, Quest, DoubleSparse, NSABlockTopK, H2O, Streaming)
+FLOWS = {flow.name: flow for flow in _NAMED}
 DENSE = "dense"  # no flow: everything is attended to
+_FILE = re.compile(r"(?P<path>.+?\.py)(:(?P<rest>.*))?")
 
 
 def parse_flow(text: str) -> Flow | None:
-    """A flow from `name:option=value,...`, or `path.py`, `path.py@name` for those of a file; None for `dense`.
+    """A flow from `name:option=value,...`, or from a file: `path.py`, `path.py:name` if it has several, each with
+    options behind a colon (`path.py:name:k=64`); None for `dense`.
 
     Raises:
         ValueError: an unknown flow or option (the message lists the known ones), a value out of range, or a file
             without flows.
         FileNotFoundError: no such file.
     """
+    if found := _FILE.fullmatch(text):
+        return _from_file(found["path"], found["rest"] or "")
     name, options = parse("flow", text)
     if name == DENSE:
         if options:
             raise ValueError(f"flow {DENSE!r} has no options, got {text!r}")
         return None
-    path, _, own = name.partition("@")
-    if not path.endswith(".py"):
-        return make("flow", FLOWS, name, options)
+    if name not in FLOWS:
+        known = f"{', '.join(sorted(FLOWS))}, or give a file (my_flow.py, my_flow.py:name)"
+        raise ValueError(f"unknown flow {name!r}: choose from {known}")
+    return make("flow", FLOWS, name, options)
+
+
+def _from_file(path: str, rest: str) -> Flow:
+    """`rest` is the name of a flow, options, both, or neither."""
     flows = load_flows(Path(path))
+    first, _, behind = rest.partition(":")
+    own, options = ("", rest) if "=" in first else (first, behind)
     if not own and len(flows) > 1:
-        raise ValueError(f"{path} has several flows: choose one of {', '.join(f'{path}@{flow}' for flow in flows)}")
-    return make(f"flow of {path}", flows, own or next(iter(flows)), options)
+        raise ValueError(f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}")
+    name, given = parse(f"flow of {path}", f"{own or next(iter(flows))}:{options}")
+    return make(f"flow of {path}", flows, name, given)
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:
-    """The flows of a Python file by name. The file is run: it can do whatever its author wants.
+    """The flows of a Python file by name. The file is run, again only if it has changed: it can do whatever its author
+    wants.
 
     Raises:
         FileNotFoundError: no such file.
@@ -60,6 +64,12 @@ def load_flows(path: Path) -> Mapping[str, type[Flow]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of flows {path}")
+    found = path.stat()
+    return _run(path, (found.st_mtime_ns, found.st_size))
+
+
+@lru_cache(maxsize=64)
+def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
     spec = importlib.util.spec_from_file_location(f"kvgraft_flows_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")

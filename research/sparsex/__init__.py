@@ -1,0 +1,1 @@
+"""SparseX: its tables beside ours. The experiments are those of `research.quality`."""

@@ -1,0 +1,139 @@
+"""What figures are worth: bootstrap intervals, paired differences, exact tests; and how far two next-token
+distributions are apart. Everything that compares anything here takes its statistics from this module.
+
+`scipy.stats` takes a second to load, so functions import it.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+
+import numpy as np
+from torch import Tensor
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval; NaN where nothing can be said of how sure it is."""
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap(
+    values: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    of: Callable[[np.ndarray], float] = np.mean,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """95 % percentile interval of a statistic, by default of the mean.
+
+    Args:
+        clusters: what belongs to one of them (questions about one text, episodes of one cache) is drawn together; None:
+            each value is one of its own. Of fewer than two nothing can be said (NaN).
+    """
+    from scipy import stats
+
+    groups = _group(values, range(len(values)) if clusters is None else clusters)
+    if len(groups) < 2:
+        return nan, nan
+
+    def mean(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+        return np.asarray(sums.sum(axis) / counts.sum(axis))
+
+    def any_statistic(drawn: np.ndarray) -> float:
+        return of(np.concatenate([groups[int(number)] for number in drawn]))
+
+    at_once = of is np.mean  # all resamples, as arrays
+    sums, counts = (np.array([function(group) for group in groups], float) for function in (np.sum, len))
+    data = (sums, counts) if at_once else (np.arange(len(groups)),)
+    found = stats.bootstrap(
+        data,
+        mean if at_once else any_statistic,
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        paired=True,
+        vectorized=at_once,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def bootstrap_share(
+    values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of a mean of shares, or of differences of shares (from `least` to 1): the wider one of `bootstrap`
+    by cluster and value by value. Resamples hold nothing that was not seen; so where no value is the least, or none is
+    1, as many may be that as Wilson's interval of none in so many allows."""
+    low, high = bootstrap(values, clusters, seed=seed)
+    if isnan(low):
+        return nan, nan
+    below, above = bootstrap(values, seed=seed)
+    mean, unseen = float(np.mean(values)), wilson(0, len(values))[1]
+    if min(values) > least:
+        low = min(low, mean - unseen)
+    if max(values) < 1:
+        high = max(high, mean + unseen)
+    return min(low, below), max(high, above)
+
+
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """The mean of ours - theirs, pair by pair, with its interval (see `bootstrap`)."""
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    return Estimate(float(np.mean(differences)), *bootstrap(differences, clusters))
+
+
+def wilson(successes: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    from scipy import stats
+
+    found = stats.binomtest(successes, count).proportion_ci(LEVEL, method="wilson")
+    return float(found.low), float(found.high)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Two-sided p of McNemar's exact test: so uneven a split of the pairs that differ, if both sides are equally
+    likely."""
+    from scipy import stats
+
+    return float(stats.binomtest(won, lost + won).pvalue) if lost + won else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p of each of several tests, corrected for their number (Holm, 1979): below a level with all tests' risk of one
+    false finding below it."""
+    order = np.argsort(p_values, kind="stable")
+    corrected, greatest = [0.0] * len(p_values), 0.0
+    for rank, number in enumerate(order):
+        greatest = max(greatest, (len(p_values) - rank) * p_values[number])
+        corrected[number] = min(1.0, greatest)
+    return corrected
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's coefficient; NaN of fewer than three pairs, or if one side is all the same."""
+    from scipy import stats
+
+    if len(left) < 3 or len(set(left)) < 2 or len(set(right)) < 2:
+        return nan
+    return float(stats.spearmanr(left, right).statistic)
+
+
+def kl_divergence(truth: Tensor, ours: Tensor) -> Tensor:
+    """KL(truth || ours) in nats of each row of logits [..., V], float64 [...]."""
+    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _group(values: Sequence[float], clusters: Sequence[Hashable]) -> list[np.ndarray]:
+    groups: dict[Hashable, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        groups.setdefault(cluster, []).append(value)
+    return [np.array(group) for group in groups.values()]

@@ -1,0 +1,116 @@
+"""Statistics against values worked out by hand."""
+
+import math
+from itertools import product
+from math import isnan
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.evaluate.statistics import (
+    bootstrap,
+    bootstrap_share,
+    holm,
+    kl_divergence,
+    mcnemar,
+    paired_difference,
+    rank_correlation,
+    wilson,
+)
+
+UNSEEN = 1.96**2 / (30 + 1.96**2)  # Wilson's upper bound of 0 in 30
+
+
+def test_the_bootstrap_of_three_values_is_that_of_all_their_resamples():
+    means = np.sort([np.mean(drawn) for drawn in product([0.0, 1.0, 5.0], repeat=3)])  # 27, equally likely
+    low, high = bootstrap([0.0, 1.0, 5.0])
+    assert (low, high) == (means[0], means[-1]), "each end has 1 / 27, more than 2.5 %"
+    low, high = bootstrap([0.0, 1.0, 5.0], of=np.median)
+    assert (low, high) == (0.0, 5.0)
+
+
+def test_an_interval_of_many_values_is_as_wide_as_their_standard_error_says():
+    values = np.random.default_rng(0).normal(3, 2, 400).tolist()
+    low, high = bootstrap(values)
+    half = 1.96 * np.std(values) / 20
+    assert (low, high) == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=0.03)
+    assert bootstrap(values) == (low, high), "equal calls give equal intervals"
+    low, high = bootstrap([1.0, 2.0, 3.0, 4.0, 100.0], of=np.median)
+    assert 1.0 <= low < 3.0 < high <= 100.0
+    assert bootstrap([2.0] * 5) == bootstrap([2.0] * 5, of=np.median) == (2.0, 2.0)
+
+
+def test_clusters_are_drawn_whole():
+    rng = np.random.default_rng(1)
+    values = [float(rng.random() < mean) for mean in rng.random(40) for _ in range(4)]
+    numbers = [place // 4 for place in range(len(values))]
+    for low, high in (bootstrap(values), bootstrap(values, numbers)):
+        assert low < np.mean(values) < high
+    copies = [value for value in values[::4] for _ in range(4)]  # four times the same answer is one answer
+    low, high = bootstrap(copies, numbers)
+    narrow = bootstrap(copies)
+    assert (high - low) / (narrow[1] - narrow[0]) == pytest.approx(2, rel=0.1)
+    assert (low, high) == pytest.approx(bootstrap(copies, numbers, of=lambda drawn: float(drawn.mean())), abs=0.02)
+    assert bootstrap([0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1]) == (0.0, 1.0), "clusters weigh by their values"
+
+
+@pytest.mark.parametrize("clusters", [["one", "one"], [7, 7]])
+def test_of_one_cluster_nothing_can_be_said(clusters: list[object]):
+    assert all(map(isnan, bootstrap([1.0, 2.0], clusters)))  # type: ignore[arg-type]
+    assert all(map(isnan, bootstrap_share([0.0, 1.0], clusters)))  # type: ignore[arg-type]
+    assert all(map(isnan, bootstrap([1.0])))
+
+
+def test_shares_may_be_what_was_not_seen():
+    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((1 - UNSEEN, 1.0), abs=1e-4)
+    assert bootstrap_share([0.0] * 30, list(range(30)), least=-1.0) == pytest.approx((-UNSEEN, UNSEEN), abs=1e-4)
+    won = bootstrap_share([0.0] * 29 + [1.0], list(range(30)), least=-1.0)
+    assert won[0] == pytest.approx(1 / 30 - UNSEEN, abs=1e-4)
+    even = bootstrap_share([0.0] * 28 + [1.0, -1.0], [number % 2 for number in range(28)] + [0, 0], least=-1.0)
+    assert even[0] < -0.03 < 0.03 < even[1]  # though no cluster differs from any other
+
+
+def test_differences_are_of_pairs():
+    spread = [0.0, 10.0, 20.0, 30.0] * 5
+    found = paired_difference([value + 1 for value in spread], spread)
+    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0), "however far apart the pairs are"
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("successes", "count", "expected"),
+    [(0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)), (81, 263, (0.2553, 0.3662))],  # the last one: Newcombe, 1998
+)
+def test_wilson(successes: int, count: int, expected: tuple[float, float]):
+    assert wilson(successes, count) == pytest.approx(expected, abs=1e-4)
+
+
+def test_mcnemar():
+    assert mcnemar(0, 5) == mcnemar(5, 0) == pytest.approx(2 / 2**5)
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
+    assert mcnemar(1, 9) == pytest.approx(2 * (1 + 10) / 2**10)
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([0.2]) == [0.2]
+    assert holm([]) == []
+
+
+def test_rank_correlation():
+    assert rank_correlation([1, 2, 3, 9], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 1, 2]) == pytest.approx(-0.5)
+    assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2), "ties share a rank"
+    assert isnan(rank_correlation([1, 2], [1, 2]))
+    assert isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
+
+
+def test_kl_divergence():
+    truth, ours = torch.tensor([0.0, math.log(3.0)]), torch.tensor([math.log(3.0), 0.0])  # 1/4, 3/4 and 3/4, 1/4
+    expected = 0.25 * math.log(1 / 3) + 0.75 * math.log(3)
+    assert float(kl_divergence(truth, ours)) == pytest.approx(expected)
+    rows = kl_divergence(torch.stack((truth, truth + 5)), torch.stack((ours, truth)))
+    assert rows.tolist() == pytest.approx([expected, 0.0])
