@@ -57,7 +57,7 @@ class Engine:
             sparser model that the map describes.
         match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
             the policies want.
-        exits: layers, numbers or shares of all, of which the residual stream that enters them is kept beside keys and
+        exits: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
@@ -94,7 +94,7 @@ class Engine:
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
         match: str | Similarity | None = None,
-        exits: Items[int | float] = (),
+        exits: Items[int] = (),
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         anchors: Items[str] = (),

@@ -32,7 +32,7 @@ class SamKV(KeepsDocuments):
     update: Update = "fusion"
     selection: Switch = "on"  # off: nothing but initial and local blocks
     bias: Switch = "on"  # off: the generic query asks every document (no Eq. 1)
-    top_p: Switch = "on"  # off: `ratio` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+    top_p: Switch = "on"  # off: `kept_share` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class SamKV(KeepsDocuments):
             require_choice(option, getattr(self, option), get_args(Switch))
 
     @property
-    def announced(self) -> "SamKV":
+    def with_fixed_budget(self) -> "SamKV":
         """Fills its budget."""
         return replace(self, top_p="off")
 
