@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +17,7 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
-
-_sources = count()
+from kvgraft.reuse.offer import Offer
 
 
 @dataclass(eq=False)
@@ -28,8 +26,7 @@ class Sequence:
 
     Attributes:
         tokens: prompt and generated token ids.
-        scope: digest that isolates everything it may reuse or leave behind (model and namespace).
-        source: number of this token sequence as a source of segments.
+        offer: what it leaves behind for others.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
         flow: how its decode steps attend; None is dense.
         shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
@@ -41,16 +38,13 @@ class Sequence:
         plan: how its prompt is obtained.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
-        first_approximate: position from which its KV may differ from full recomputation.
-        num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
-        num_stored: leading blocks that tiers below the pool were offered.
     """
 
     index: int
     request: Request
     policy: Policy
     tokens: list[int]
-    scope: bytes
+    offer: Offer
     sampler: Sampler
     text: IncrementalText
     flow: Flow | None = None
@@ -59,7 +53,6 @@ class Sequence:
     forced: deque[int] = field(default_factory=deque)
     documents: tuple[range, ...] = ()
     num_dropped: int = 0
-    source: int = field(default_factory=_sources.__next__)
     report: Report = field(default_factory=Report)
     submitted_at: float = field(default_factory=time.perf_counter)
     events: deque[Event] = field(default_factory=deque)
@@ -67,10 +60,6 @@ class Sequence:
     plan: Plan | None = None
     num_indexed: int = 0
     num_computed: int = 0
-    first_approximate: int = 0
-    num_offered: int = 0
-    last_entry: int = -1
-    num_stored: int = 0
     first_logits: Tensor | None = None
     done: bool = False
 
@@ -78,6 +67,11 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt + len(self.forced)
         self.report.policy = self.policy.name
+
+    @property
+    def scope(self) -> bytes:
+        """Digest that isolates everything it may reuse or leave behind (model and namespace)."""
+        return self.offer.scope
 
     @property
     def prompt(self) -> np.ndarray:
@@ -97,6 +91,11 @@ class Sequence:
         if self.plan is None:
             raise ValueError("the sequence has not been admitted yet")
         return self.plan
+
+    def exact_blocks(self, count: int) -> np.ndarray:
+        """Which of its first blocks hold exact KV, bool [count]: those before the first graft and exact hits behind."""
+        size = self.admitted_plan.block_size
+        return self.offer.exact_blocks(count, size, self.admitted_plan.prefix[::size].numpy())
 
     @property
     def num_reserved(self) -> int:

@@ -115,7 +115,7 @@ def _make_parser() -> FlexibleArgumentParser:
         "--flow",
         "--kvgraft-flow",
         dest="kvgraft_flow",
-        help="Decode steps attend to the blocks that this flow chooses: quest, block_topk:topk_blocks=64, my_flow.py,... "
+        help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
         "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
     )
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
