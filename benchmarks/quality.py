@@ -28,10 +28,10 @@ NUM_LAYERS = 8
 SEGMENTS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
 NEEDLE_TEXTS = 40
-METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
+METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary_layers=0", "sparsex", "transitive")
 REDKNOT = (  # the default; without each of its parts; without any; with less in FFNs
-    "redknot", "redknot:edge_mass=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass=1.0",
-    "redknot:mass=1.0,windows=off,reuse=off", "redknot:dense_until=1,mass=0.2,recent=32,min_keep=16",
+    "redknot", "redknot:edge_mass_share=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass_share=1.0",
+    "redknot:mass_share=1.0,windows=off,reuse=off", "redknot:dense_layers=1,mass_share=0.2,recent_tokens=32,min_ffn_tokens=16",
 )  # fmt: skip
 SUITES = "ruler,multihop,instruction,chat,agents,stress"
 DOCUMENTS = ("naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv", "samkv:top_p=off", "condense")
@@ -43,9 +43,9 @@ SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, rec
     )
 )  # fmt: skip
 CONDENSE = (  # each of its parts changed
-    "condense", "condense:rounds=1", "condense:rounds=2", "condense:hops=0", "condense:skipped=0.0", "condense:halo=0",
-    "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1",
-    "condense:ratio=0.14", "condense:ratio=0.2",
+    "condense", "condense:rounds=1", "condense:rounds=2", "condense:hop_tokens=0", "condense:skipped_share=0.0", "condense:halo_blocks=0",
+    "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:kept_share=0.1",
+    "condense:kept_share=0.14", "condense:kept_share=0.2",
 )  # fmt: skip
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
@@ -87,13 +87,15 @@ def _sparsex(work: float, **options: str) -> str:
     dense = boundary / NUM_LAYERS
     topk = (work - dense) / (1 - dense)
     more = "".join(f",{name}={value}" for name, value in options.items())
-    return f"sparsex:boundary={boundary},topk={topk:.4f},overflow_blocks=0{more}"
+    return f"sparsex:boundary_layers={boundary},recompute_share={topk:.4f},overflow_blocks=0{more}"
 
 
 def _cacheblend(work: float, layer: int) -> str:
     """CacheBlend at this share, or nothing if that is less than what the layers up to the checked one take."""
     before = layer / NUM_LAYERS
-    return f"cacheblend:check_layer={layer},share={(work - before) / (1 - before):.4f}" if work > before else ""
+    return (
+        f"cacheblend:check_layer={layer},recompute_share={(work - before) / (1 - before):.4f}" if work > before else ""
+    )
 
 
 def _rules(work: float) -> dict[str, str]:
@@ -105,10 +107,10 @@ def _rules(work: float) -> dict[str, str]:
         "sparsex: blocks": _sparsex(work, unit="block"),
         "cacheblend at layer 1": _cacheblend(work, 1),
         "cacheblend at layer 2": _cacheblend(work, 2),
-        "epic": f"epic:tokens={round(work * SEGMENT)}",
-        "prophet": f"prophet:share={work:.2f}",
-        "transitive without hops": f"transitive:hops=0,topk={work:.2f}",
-        "transitive": f"transitive:topk={work:.2f}",
+        "epic": f"epic:start_tokens={round(work * SEGMENT)}",
+        "prophet": f"prophet:recompute_share={work:.2f}",
+        "transitive without hops": f"transitive:hops=0,recompute_share={work:.2f}",
+        "transitive": f"transitive:recompute_share={work:.2f}",
     }
     return {name: policy for name, policy in rules.items() if policy}
 
@@ -120,36 +122,36 @@ def _families(*named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 PAPER_METHODS = {  # the rows of SparseX's tables
     "full": "full recompute", "naive": "naive reuse", "cacheblend": "CacheBlend", "epic": "EPIC",
-    "sparsex:boundary=0": "SparseX (w/o hybrid)", "sparsex": "SparseX (w/ hybrid)", "transitive": "transitive (ours)",
+    "sparsex:boundary_layers=0": "SparseX (w/o hybrid)", "sparsex": "SparseX (w/ hybrid)", "transitive": "transitive (ours)",
 }  # fmt: skip
 TABLE_1 = {  # LOCOMO, Qwen3-32B: score, TTFT in seconds
     "full": (0.68, 9.23), "naive": (0.54, 0.48), "cacheblend": (0.60, 1.32), "epic": (0.55, 0.59),
-    "sparsex:boundary=0": (0.64, 0.66), "sparsex": (0.67, 0.87),
+    "sparsex:boundary_layers=0": (0.64, 0.66), "sparsex": (0.67, 0.87),
 }  # fmt: skip
 TABLE_2 = {  # RULER, Qwen3-8B: MQ-NIAH, VT, CWE, FWE
     "full": (1.00, 1.00, 0.95, 0.87), "naive": (0.69, 0.33, 0.92, 0.82), "cacheblend": (0.81, 0.65, 0.95, 0.84),
-    "epic": (0.84, 0.49, 0.93, 0.83), "sparsex:boundary=0": (0.90, 0.80, 0.95, 0.86),
+    "epic": (0.84, 0.49, 0.93, 0.83), "sparsex:boundary_layers=0": (0.90, 0.80, 0.95, 0.86),
     "sparsex": (1.00, 0.94, 0.94, 0.89),
 }  # fmt: skip
 TABLE_3 = {  # mean over the eight tasks of Qwen2.5-7B: AutoGen, MAD
-    "full": (52.70, 47.62), "sparsex:boundary=0": (50.83, 50.96), "sparsex": (51.48, 50.84)
+    "full": (52.70, 47.62), "sparsex:boundary_layers=0": (50.83, 50.96), "sparsex": (51.48, 50.84)
 }  # fmt: skip
 EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
         families={
-            **{f"boundary {b}": tuple(f"sparsex:boundary={b},topk={k}" for k in TOPK) for b in range(5)},
-            "boundary 2, no overflow": tuple(f"sparsex:boundary=2,topk={k},overflow_blocks=0" for k in TOPK),
+            **{f"boundary {b}": tuple(f"sparsex:boundary_layers={b},recompute_share={k}" for k in TOPK) for b in range(5)},
+            "boundary 2, no overflow": tuple(f"sparsex:boundary_layers=2,recompute_share={k},overflow_blocks=0" for k in TOPK),
         },
         items=4,
     ),
     "rules": Experiment(families=_families(*map(_rules, WORK)), items=3),
     "transitive": Experiment(
         families={
-            **{f"probe {p}, 0 to 3 hops": tuple(f"transitive:probe={p},hops={h}" for h in range(4)) for p in range(4)},
-            "questions choose .2, .6, .8": tuple(f"transitive:first={first}" for first in (0.2, 0.6, 0.8)),
-            "1, 2, 10, 20 %": tuple(f"transitive:topk={k}" for k in (0.01, 0.02, 0.1, 0.2)),
+            **{f"probe {p}, 0 to 3 hops": tuple(f"transitive:probe_layers={p},hops={h}" for h in range(4)) for p in range(4)},
+            "questions choose .2, .6, .8": tuple(f"transitive:first_share={first}" for first in (0.2, 0.6, 0.8)),
+            "1, 2, 10, 20 %": tuple(f"transitive:recompute_share={k}" for k in (0.01, 0.02, 0.1, 0.2)),
             **{choice.replace(",", ", "): (f"transitive:{choice}",) for choice in CHOICES},
         },
         items=3,

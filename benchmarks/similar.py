@@ -123,7 +123,7 @@ def accuracy(
     """Precision and recall against labelled edits."""
     known, rows = texts(seed, num_texts, tokens), []
     for tau in track(TAUS, "matching", console=Console(stderr=True), transient=True):
-        library = Library(known, Similarity(tau=tau, window=window))
+        library = Library(known, Similarity(tau=tau, window_tokens=window))
         for rate, kind in product(RATES, KINDS):
             copies = {
                 source: edit(known[source], rate, kind, seed * 1_000_003 + source) for source in range(num_texts // 2)

@@ -57,14 +57,14 @@ def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["block_topk", "quest", "h2o", "double_sparse", "nsa_block_topk"])
 def test_a_flow_chooses_the_best_blocks(name: str):
-    request = Request(FLOWS[name](k=3), 12)
+    request = Request(FLOWS[name](topk_blocks=3), 12)
     query = torch.randn(GROUP, DIM)
     assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
 
 
 @pytest.mark.parametrize(("name", "like"), [("channel_topk", "block_topk"), ("channel_quest", "quest")])
 def test_masked_channels_have_no_say(name: str, like: str):
-    request = Request(FLOWS[name](k=3, groups=4, masked=(0, 3)), 12)  # type: ignore[call-arg]
+    request = Request(FLOWS[name](topk_blocks=3, groups=4, masked=(0, 3)), 12)  # type: ignore[call-arg]
     query = torch.randn(GROUP, DIM)
     without = query.clone()
     without[:, [0, 1, 6, 7]] = 0
@@ -80,7 +80,7 @@ def test_a_flow_is_short(name: str, most: int):
 
 
 def test_h2o_adds_up_over_steps():
-    request, total = Request(FLOWS["h2o"](k=2), 10), torch.zeros(9)
+    request, total = Request(FLOWS["h2o"](topk_blocks=2), 10), torch.zeros(9)
     for query in torch.randn(4, GROUP, DIM):
         total += scores("h2o", request.keys[:9], query)
         assert request.step(query) == request.best(total, 2)
@@ -88,6 +88,6 @@ def test_h2o_adds_up_over_steps():
 
 
 def test_streaming_has_the_last_blocks():
-    request: Any = Request(FLOWS["streaming"](k=4), 12)
+    request: Any = Request(FLOWS["streaming"](topk_blocks=4), 12)
     assert request.step(torch.randn(GROUP, DIM)) == {7, 8, 9, 10}
-    assert Request(FLOWS["streaming"](k=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}
+    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}

@@ -52,7 +52,7 @@ class Engine:
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
         policies: others that requests may name; what they need (`match`, `exits`) is kept from the start.
-        flow: likewise, how decode steps attend (`quest`, `quest:k=64`, `my.py`, a `Flow`); None is dense. The caches of
+        flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense. The caches of
             a flow come on top of the KV pool.
         max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
         head_map: classes of the KV heads, for policies that work head by head: a map, or the path of one; None takes
@@ -275,8 +275,8 @@ class Engine:
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.report.fallback is not None:
-                self.memory.note_fallback(sequence, sequence.report.fallback)
+            if sequence.given_up is not None:
+                self.memory.note_fallback(sequence, sequence.given_up)
         self.scheduler.waiting.extend(sequences)
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
@@ -304,10 +304,6 @@ class Engine:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
             self.memory.cache.require_residuals(policy.exits(self.config.num_layers))
             similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
-                request.match,
-                offered=self.index.segments.similar is not None,
-                how="make the engine with match='similar'",
-            )
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1
             if not 0 <= request.decoded_tail <= most:

@@ -130,8 +130,8 @@ class Memory:
     def drop_grafts(self, sequence: Sequence, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
         sequence.offer.first_approximate = NEVER
-        self._set_plan(sequence, sequence.admitted_plan.without_grafts())
         self.note_fallback(sequence, reason)
+        sequence.set_plan(sequence.admitted_plan.without_grafts())
 
     def release(self, sequence: Sequence) -> None:
         """Give all its pages back; it may be admitted again."""
@@ -201,17 +201,11 @@ class Memory:
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
             plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches)
-        self._set_plan(sequence, plan)
+        sequence.set_plan(plan)
         return lists
-
-    def _set_plan(self, sequence: Sequence, plan: Plan) -> None:
-        sequence.plan = plan
-        sequence.report.prefix_tokens = int(plan.prefix.sum())
-        sequence.report.grafted_tokens = int(plan.grafted.sum())
-        sequence.report.fresh_tokens = int(plan.fresh.sum())
 
     def note_fallback(self, sequence: Sequence, reason: str) -> None:
         """The sequence is computed in full, and why."""
-        sequence.report.fallback = reason
+        sequence.given_up = reason
         self.fallbacks[reason] += 1
         logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

@@ -36,6 +36,7 @@ class Sequence:
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
             together there, so that token t of the answer lies at t - num_dropped.
         plan: how its prompt is obtained.
+        given_up: why what is known of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
     """
@@ -58,6 +59,7 @@ class Sequence:
     events: deque[Event] = field(default_factory=deque)
     lists: PageLists | None = None
     plan: Plan | None = None
+    given_up: str | None = None
     num_indexed: int = 0
     num_computed: int = 0
     first_logits: Tensor | None = None
@@ -97,6 +99,14 @@ class Sequence:
         size = self.admitted_plan.block_size
         return self.offer.exact_blocks(count, size, self.admitted_plan.prefix[::size].numpy())
 
+    def set_plan(self, plan: Plan) -> None:
+        """Take a plan, and report what it means for the prompt."""
+        self.plan, report = plan, self.report
+        report.prefix_tokens = int(plan.prefix.sum())
+        report.grafted_tokens = int(plan.grafted.sum())
+        report.fresh_tokens = int(plan.fresh.sum())
+        report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))
+
     @property
     def num_reserved(self) -> int:
         """Places for KV that it may ever need; the last generated token's is never needed."""
@@ -115,9 +125,9 @@ class Sequence:
         last = self.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
         if layout.num_local_lists:
-            self.report.fallback = "head_paging"
+            self.given_up = "head_paging"
         elif not documents:
-            self.report.fallback = "no_documents"
+            self.given_up = "no_documents"
         else:
             self.documents = documents
             lengths = [len(span) for span in documents]

@@ -26,6 +26,7 @@ _CLASSIC: tuple[type[Flow], ...] = (
     ChannelQuest,
 )
 FLOWS = {flow.name: flow for flow in (*_CLASSIC, *PROPOSED)}
+RENAMED = {"k": ("topk_blocks",)}  # options by the names that they had before 0.2
 DENSE = "dense"  # no flow: everything is attended to
 
 
@@ -44,11 +45,11 @@ def parse_flow(text: str) -> Flow | None:
         return None
     path, _, own = name.partition("@")
     if not path.endswith(".py"):
-        return make("flow", FLOWS, name, options)
+        return make("flow", FLOWS, name, options, RENAMED)
     flows = load_flows(Path(path))
     if not own and len(flows) > 1:
         raise ValueError(f"{path} has several flows: choose one of {', '.join(f'{path}@{flow}' for flow in flows)}")
-    return make(f"flow of {path}", flows, own or next(iter(flows)), options)
+    return make(f"flow of {path}", flows, own or next(iter(flows)), options, RENAMED)
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:

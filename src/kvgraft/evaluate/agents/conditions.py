@@ -83,7 +83,7 @@ MAIN = (
     Condition("sparsex", "sparsex", "similar"),
     Condition("sparsex:shallow=fresh", "sparsex:shallow=fresh", "similar"),
 )
-PROBE_OFF = "similar:probe=0"
+PROBE_OFF = "similar:probe_tokens=0"
 SWEPT: Mapping[str, tuple[float, ...]] = {
     "layers": (0.25, 0.375, 0.5, 0.75),
     "halo": (0, 4, 8, 16),
@@ -105,9 +105,9 @@ def _ablations() -> Iterator[Condition]:
             if (name := name_of(option, value)) != "similar":
                 yield _similar(name, {option: value})
     yield _similar(PROBE_OFF, {"probe": 0})
-    yield _similar("similar:probe=8", {"probe": 8})
+    yield _similar("similar:probe_tokens=8", {"probe": 8})
     yield _similar("similar:probe_at=exit", {"probe_at": "exit"})
-    yield _similar("similar:context=0.0", {"context": 0.0})
+    yield _similar("similar:context_tau=0.0", {"context": 0.0})
     yield _similar("similar:store", store=True)
     yield _similar("similar:int8", store=True, int8=True)
 
