@@ -53,7 +53,10 @@ MODELS: dict[str, tuple[str, Mapping[str, Any], int]] = {  # family, shape, numb
 }
 STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
-FLOWS = "block_topk:k=29,layers_skip=none;block_topk:k=61,layers_skip=none;quest:k=29,layers_skip=none"
+FLOWS = ";".join(
+    f"{flow},layers_skip=none"
+    for flow in ("block_topk:topk_blocks=29", "block_topk:topk_blocks=61", "quest:topk_blocks=29")
+)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class Scenario:
         return self.shape.tokens + 1024
 
 
-B1_K10 = {"policy": "sparsex", "boundary": 1, "topk": 0.10}
-B1_K05 = {"policy": "sparsex", "boundary": 1, "topk": 0.05}
+B1_K10 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.10}
+B1_K05 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.05}
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (

@@ -116,14 +116,14 @@ def accuracy(
     seed: Annotated[int, typer.Option(help="Of texts and edits; 1000 and above is for evaluation.")] = 0,
     num_texts: Annotated[int, typer.Option("--texts", min=2, help="Known texts; half of them are edited.")] = 80,
     tokens: Annotated[int, typer.Option(min=CHUNK, help="Of a text.")] = 2 * CHUNK,
-    window: Annotated[int, typer.Option(min=16, help="Of the overlapping windows.")] = Similarity.window,
+    window: Annotated[int, typer.Option(min=16, help="Of the overlapping windows.")] = Similarity.window_tokens,
     plot: Annotated[Path | None, typer.Option(help="Where precision and recall are drawn.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Precision and recall against labelled edits."""
     known, rows = texts(seed, num_texts, tokens), []
     for tau in track(TAUS, "matching", console=Console(stderr=True), transient=True):
-        library = Library(known, Similarity(tau=tau, window=window))
+        library = Library(known, Similarity(tau=tau, window_tokens=window))
         for rate, kind in product(RATES, KINDS):
             copies = {
                 source: edit(known[source], rate, kind, seed * 1_000_003 + source) for source in range(num_texts // 2)

@@ -16,7 +16,7 @@ TIMEOUT_S = 180.0  # of one answer; a request that takes longer is stuck
 DOCUMENTS = 24  # of each tenant
 DECIDED = 0.01  # nats between the best and the second token, far above what rounding moves
 POLICIES: tuple[dict[str, Any], ...] = (
-    {}, {"policy": "sparsex", "boundary": 1, "topk": 0.1}, {"policy": "naive"}, {"policy": "full"}
+    {}, {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1}, {"policy": "naive"}, {"policy": "full"}
 )  # fmt: skip
 BAD_OPTIONS: tuple[Any, ...] = (
     {"kvgraft": {"polcy": "naive"}},

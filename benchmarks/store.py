@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.engine.tiers import Tiers
+from kvgraft.engine.store_tier import StoreTier
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.segments.store import SegmentStore, StoreOptions
@@ -97,7 +97,7 @@ def reading(
 
 
 def read_back(
-    engine: Engine, tiers: Mapping[str, Tiers], directory: Path, form: str, length: int, rounds: int
+    engine: Engine, tiers: Mapping[str, StoreTier], directory: Path, form: str, length: int, rounds: int
 ) -> list[Reading]:
     """All places in turn, and an engine that has none; every answer must be the right one."""
     rng = np.random.default_rng(length)
@@ -149,8 +149,8 @@ def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
 
 
 @contextmanager
-def places(engine: Engine, directory: Path, *, int8: bool) -> Iterator[dict[str, Tiers]]:
-    """Tiers that have content on disk only, and in host memory only."""
+def places(engine: Engine, directory: Path, *, int8: bool) -> Iterator[dict[str, StoreTier]]:
+    """StoreTier that have content on disk only, and in host memory only."""
     options = {DISK: StoreOptions(directory, ram_gib=0, int8=int8), MEMORY: StoreOptions(ram_gib=4, int8=int8)}
     with ExitStack() as stack:
         tiers = {place: tiers_of(engine, stack.enter_context(opened(engine, o))) for place, o in options.items()}
@@ -161,14 +161,16 @@ def opened(engine: Engine, options: StoreOptions) -> SegmentStore:
     return options.open(engine.memory.pool.block_size)
 
 
-def tiers_of(engine: Engine, store: SegmentStore) -> Tiers:
-    return Tiers(store, engine.memory.pool, engine.memory.cache, engine.memory.known)
+def tiers_of(engine: Engine, store: SegmentStore) -> StoreTier:
+    return StoreTier(store, engine.memory.pool, engine.memory.cache, engine.index)
 
 
-def answer(engine: Engine, prompt: list[int], policy: str, tiers: Tiers | None, *, remember: bool = False) -> Result:
+def answer(
+    engine: Engine, prompt: list[int], policy: str, tiers: StoreTier | None, *, remember: bool = False
+) -> Result:
     """An answer from an empty pool above these tiers."""
     engine.clear_cache()
-    engine.memory.tiers = tiers
+    engine.memory.store = tiers
     [result] = engine.generate([Request(prompt, policy, ONE_TOKEN, remember=remember)])
     if result.error or result.report.fallback:
         raise RuntimeError(f"{policy}: {result.error or result.report.fallback}")
@@ -218,7 +220,7 @@ def cost(
 
 
 def ask_all(
-    engine: Engine, sides: Mapping[str, Tiers | None], number: int, tokens: int, steps: int
+    engine: Engine, sides: Mapping[str, StoreTier | None], number: int, tokens: int, steps: int
 ) -> dict[str, tuple[float, float, float]]:
     """A new prompt with every store: seconds to the first token, of a step, and until all is written."""
     prompt = np.random.default_rng(number).integers(1, VOCABULARY, tokens).tolist()
@@ -226,7 +228,7 @@ def ask_all(
     found, answers = {}, []
     for side in turned([*sides], number):
         engine.clear_cache()
-        tiers = engine.memory.tiers = sides[side]
+        tiers = engine.memory.store = sides[side]
         start = time.perf_counter()
         events = engine.stream([request])
         last = next(events)  # behind what the store does when the prompt ends, which `ttft_s` does not see

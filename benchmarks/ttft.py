@@ -189,7 +189,7 @@ def policies_for(layers: int) -> dict[str, Policy]:
     """Full, naive, and SparseX over boundaries of 0, 1 layer, 10 and 20 % of the layers, and three budgets."""
     boundaries = sorted({0, 1, round(0.1 * layers), round(0.2 * layers)})
     sparse = {
-        f"sparsex b{boundary} k{topk:.2f}": SparseX(boundary=boundary, topk=topk)
+        f"sparsex b{boundary} k{topk:.2f}": SparseX(boundary_layers=boundary, recompute_share=topk)
         for boundary in boundaries
         for topk in (0.05, 0.10, 0.20)
     }

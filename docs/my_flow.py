@@ -11,7 +11,7 @@ class MyFlow(Flow):
 
     name = "my_flow"
 
-    fine: float = 0.5  # an option: `my_flow.py:k=32,fine=0.25`
+    fine: float = 0.5  # an option: `my_flow.py:topk_blocks=32,fine=0.25`
 
     def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         return {"mean": (head_dim,), "quarters": (4, head_dim)}
@@ -23,4 +23,4 @@ class MyFlow(Flow):
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         coarse = Max(GeMM(c["mean"], q.T), dim=2)  # [1, B, g] -> [1, B, 1]
         best = Max(Max(GeMM(c["quarters"], q.T), dim=2), dim=3)  # [1, B, 4, g] -> [1, B, 1, 1]
-        return topK(Add(coarse, Multiply(Reshape(best, coarse.shape), self.fine)), self.k)
+        return topK(Add(coarse, Multiply(Reshape(best, coarse.shape), self.fine)), self.topk_blocks)

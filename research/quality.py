@@ -31,27 +31,28 @@ NUM_LAYERS = 8
 SEGMENTS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
 NEEDLE_TEXTS = 40
-METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary=0", "sparsex", "transitive")
+METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary_layers=0", "sparsex", "transitive")
 REDKNOT = (  # the default; without each of its parts; without any; with less in FFNs
-    "redknot", "redknot:edge_mass=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass=1.0",
-    "redknot:mass=1.0,windows=off,reuse=off", "redknot:dense_until=1,mass=0.2,recent=32,min_keep=16",
+    "redknot", "redknot:edge_mass_share=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass_share=1.0",
+    "redknot:mass_share=1.0,windows=off,reuse=off",
+    "redknot:dense_layers=1,mass_share=0.2,recent_tokens=32,min_ffn_tokens=16",
 )  # fmt: skip
 SUITES = "ruler,multihop,instruction,chat,agents,stress"
 DOCUMENTS = (
-    "naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv:block=8", "samkv:block=8,top_p=off",
-    "condense",
+    "naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv:block_tokens=8",
+    "samkv:block_tokens=8,top_p=off", "condense",
 )  # fmt: skip
 SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, recomputation; then overwriting
-    f"samkv:block=8,top_p=off{options}"
+    f"samkv:block_tokens=8,top_p=off{options}"
     for options in (
         ",selection=off,recomputed=none", ",selection=off", ",bias=off,recomputed=none", ",recomputed=none",
         ",bias=off", "", ",update=overwrite",
     )
 )  # fmt: skip
 CONDENSE = (  # each of its parts changed
-    "condense", "condense:rounds=1", "condense:rounds=2", "condense:hops=0", "condense:skipped=0.0", "condense:halo=0",
-    "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:ratio=0.1",
-    "condense:ratio=0.14", "condense:ratio=0.2",
+    "condense", "condense:rounds=1", "condense:rounds=2", "condense:hop_tokens=0", "condense:skipped_share=0.0",
+    "condense:halo_blocks=0", "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:kept_share=0.1",
+    "condense:kept_share=0.14", "condense:kept_share=0.2",
 )  # fmt: skip
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
@@ -93,7 +94,7 @@ def _sparsex(work: float, **options: str) -> str:
     dense = boundary / NUM_LAYERS
     topk = (work - dense) / (1 - dense)
     more = "".join(f",{name}={value}" for name, value in options.items())
-    return f"sparsex:boundary={boundary},topk={topk:.4f},overflow_blocks=0{more}"
+    return f"sparsex:boundary_layers={boundary},topk={topk:.4f},overflow_blocks=0{more}"
 
 
 def _cacheblend(work: float, layer: int) -> str:
@@ -111,10 +112,10 @@ def _rules(work: float) -> dict[str, str]:
         "sparsex: blocks": _sparsex(work, unit="block"),
         "cacheblend at layer 1": _cacheblend(work, 1),
         "cacheblend at layer 2": _cacheblend(work, 2),
-        "epic": f"epic:tokens={round(work * SEGMENT)}",
-        "prophet": f"prophet:share={work:.2f}",
-        "transitive without hops": f"transitive:hops=0,topk={work:.2f}",
-        "transitive": f"transitive:topk={work:.2f}",
+        "epic": f"epic:start_tokens={round(work * SEGMENT)}",
+        "prophet": f"prophet:recompute_share={work:.2f}",
+        "transitive without hops": f"transitive:hops=0,recompute_share={work:.2f}",
+        "transitive": f"transitive:recompute_share={work:.2f}",
     }
     return {name: policy for name, policy in rules.items() if policy}
 
@@ -129,17 +130,22 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
         families={
-            **{f"boundary {b}": tuple(f"sparsex:boundary={b},topk={k}" for k in TOPK) for b in range(5)},
-            "boundary 2, no overflow": tuple(f"sparsex:boundary=2,topk={k},overflow_blocks=0" for k in TOPK),
+            **{f"boundary {b}": tuple(f"sparsex:boundary_layers={b},recompute_share={k}" for k in TOPK) for b in range(5)},
+            "boundary 2, no overflow": tuple(
+                f"sparsex:boundary_layers=2,recompute_share={k},overflow_blocks=0" for k in TOPK
+            ),
         },
         items=4,
     ),
     "rules": Experiment(families=_families(*map(_rules, WORK)), items=3),
     "transitive": Experiment(
         families={
-            **{f"probe {p}, 0 to 3 hops": tuple(f"transitive:probe={p},hops={h}" for h in range(4)) for p in range(4)},
-            "questions choose .2, .6, .8": tuple(f"transitive:first={first}" for first in (0.2, 0.6, 0.8)),
-            "1, 2, 10, 20 %": tuple(f"transitive:topk={k}" for k in (0.01, 0.02, 0.1, 0.2)),
+            **{
+                f"probe {p}, 0 to 3 hops": tuple(f"transitive:probe_layers={p},hops={h}" for h in range(4))
+                for p in range(4)
+            },
+            "questions choose .2, .6, .8": tuple(f"transitive:first_share={first}" for first in (0.2, 0.6, 0.8)),
+            "1, 2, 10, 20 %": tuple(f"transitive:recompute_share={k}" for k in (0.01, 0.02, 0.1, 0.2)),
             **{choice.replace(",", ", "): (f"transitive:{choice}",) for choice in CHOICES},
         },
         items=3,
@@ -153,9 +159,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_8": _documents(8, 4250, items=12),
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
-    "documents_native": _documents(8, 4250, ("transitive", "samkv:block=8,top_p=off", "condense"), items=3),
+    "documents_native": _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3),
     "documents_vllm": replace(
-        _documents(8, 4250, ("transitive", "samkv:block=8,top_p=off", "condense"), items=3), host="vllm"
+        _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3), host="vllm"
     ),  # the same prompts
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts

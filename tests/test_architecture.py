@@ -10,7 +10,7 @@ LAYERS = [  # each may import what stands before it, and itself
     {"methods"},
     {"kernels", "kv"},
     {"segments"},
-    {"prefill", "decode"},
+    {"prefill", "decode", "reuse"},
     {"engine"},
     {"testbed"},
     {"vllm"},

@@ -21,7 +21,7 @@ DOCUMENT = (
 CASE = {
     "read": [DOCUMENT],
     "prompt": f"note grey means 51 . {DOCUMENT} question : note of bell ? answer :",
-    "policies": ["naive", "sparsex", "sparsex:topk=1.0"],
+    "policies": ["naive", "sparsex", "sparsex:recompute_share=1.0"],
     "max_tokens": 2,
     "repeats": 1,
 }
@@ -106,9 +106,19 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert "keeps state: requests share no pages" in " ".join(capsys.readouterr().out.split())
     assert run(app, ["flow", "explain", "quest", "--triton"]) == 0
     assert capsys.readouterr().out.count("def fused(") == len(told["sources"]) == 3
-    bench = ["flow", "bench", "quest:k=9", "--length", "512", "--out", str(tmp_path / "out"), "--context", "600"]
+    bench = [
+        "flow",
+        "bench",
+        "quest:topk_blocks=9",
+        "--length",
+        "512",
+        "--out",
+        str(tmp_path / "out"),
+        "--context",
+        "600",
+    ]
     assert run(app, [*bench, "--json"]) == 0
-    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:k=9"}
+    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:topk_blocks=9"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
     assert run(app, ["flow", "bench", "quest", "--context", "9000", "--out", str(tmp_path / "none")]) == 2
     assert "--context must be from 3 to 4608, the positions of this model, got 9000" in capsys.readouterr().err
@@ -180,7 +190,7 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
     assert naive["first_kl"] > everything["first_kl"]
     assert naive["report"]["grafted_tokens"] > 0
     assert run(app, ["compare", str(case)]) == 0
-    assert "sparsex:topk=1.0" in capsys.readouterr().out
+    assert "sparsex:recompute_share=1.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -193,7 +203,7 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
             ["generate", "the code", "--policy", "magic"],
             "unknown policy 'magic': choose from cacheblend, condense, epic",
         ),
-        (["generate", "the code", "--policy", "sparsex:topk=3"], "topk must be a share from 0 to 1, got 3"),
+        (["generate", "the code", "--policy", "sparsex:recompute_share=3"], "topk must be a share from 0 to 1, got 3"),
         (["generate", ""], "the prompt has no tokens"),
         (["generate", "the code", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["generate", "the code", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
@@ -277,7 +287,7 @@ def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert {len(line["found"]) for line in found["layers"]} == {8}
     assert (tmp_path / "figure6_attention.png").exists()
     assert run(app, ["layers", "--texts", "1"]) == 0
-    assert f"transitive:probe={found['probe']}" in capsys.readouterr().out
+    assert f"transitive:probe_layers={found['probe']}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ MAIN = (
     Condition("sparsex", "sparsex", "similar"),
     Condition("sparsex:shallow=fresh", "sparsex:shallow=fresh", "similar"),
 )
-PROBE_OFF = "similar:probe=0"
+PROBE_OFF = "similar:probe_tokens=0"
 SWEPT: Mapping[str, tuple[float, ...]] = {
-    "layers": (0.25, 0.375, 0.5, 0.75),
-    "halo": (0, 4, 8, 16),
+    "reused_share": (0.25, 0.375, 0.5, 0.75),
+    "halo_tokens": (0, 4, 8, 16),
     "tau": (0.3, 0.6, 0.7, 0.8, 0.9),
     "context_tokens": (32, 64, 128),
 }
@@ -95,7 +95,7 @@ SWEPT: Mapping[str, tuple[float, ...]] = {
 
 def name_of(option: str, value: float) -> str:
     """The condition in which one option of `similar` has this value."""
-    base = {**_PUBLISHED, "layers": Similar.layers, "halo": Similar.halo}
+    base = {**_PUBLISHED, "reused_share": Similar.reused_share, "halo_tokens": Similar.halo_tokens}
     return "similar" if value == base[option] else f"similar:{option}={value}"
 
 
@@ -104,10 +104,10 @@ def _ablations() -> Iterator[Condition]:
         for value in values:
             if (name := name_of(option, value)) != "similar":
                 yield _similar(name, {option: value})
-    yield _similar(PROBE_OFF, {"probe": 0})
-    yield _similar("similar:probe=8", {"probe": 8})
-    yield _similar("similar:probe_at=exit", {"probe_at": "exit"})
-    yield _similar("similar:context=0.0", {"context": 0.0})
+    yield _similar(PROBE_OFF, {"probe_tokens": 0})
+    yield _similar("similar:probe_tokens=8", {"probe_tokens": 8})
+    yield _similar("similar:probe_at=reused", {"probe_at": "reused"})
+    yield _similar("similar:context_tau=0.0", {"context_tau": 0.0})
     yield _similar("similar:store", store=True)
     yield _similar("similar:int8", store=True, int8=True)
 

@@ -132,7 +132,7 @@ class _Meter:
     def measure(self, series: Series, episodes: Sequence[Episode]) -> Iterator[DivergenceRow]:
         """A row for each step, in order."""
         policy, name = self._policy, self._agent.condition.name
-        halo = policy.halo if isinstance(policy, Similar) else 0
+        halo = policy.halo_tokens if isinstance(policy, Similar) else 0
         for number, episode in enumerate(episodes):
             self._found.clear()
             result = run_episode(self._answer, episode)

@@ -86,7 +86,7 @@ def judge_boundaries(rows: Sequence[DivergenceRow]) -> list[Verdict]:
     return [
         _boundary(variation, condition, mine)
         for (variation, condition), mine in _grouped(rows).items()
-        if (policy := CONDITIONS[condition].similar) is not None and policy.halo <= HALO
+        if (policy := CONDITIONS[condition].similar) is not None and policy.halo_tokens <= HALO
         and any(row.accepted for row in mine)
     ]  # fmt: skip
 

@@ -28,7 +28,9 @@ from kvgraft.evaluate.tasks import Item, Shape, find_suites
 from kvgraft.segments.prompt import Part
 from kvgraft.testbed import MODEL_DIR
 
-POLICIES = "naive;epic;cacheblend;sparsex;transitive;redknot;samkv:block=8;samkv:block=8,top_p=off;condense"
+POLICIES = (
+    "naive;epic;cacheblend;sparsex;transitive;redknot;samkv:block_tokens=8;samkv:block_tokens=8,top_p=off;condense"
+)
 STEPS = 64
 ROOM = 150  # tokens of a prompt beside its documents
 

@@ -169,7 +169,7 @@ def propose(tried: Sequence[Candidate], found: Sequence[Found], folder: Path, se
     name = f"c{number:04d}"
     path = folder / f"{name}.py"
     path.write_text(write(genes, name))
-    flow = f"{path}:k={genes['k']},layers_skip={genes['layers_skip']}"
+    flow = f"{path}:topk_blocks={genes['k']},layers_skip={genes['layers_skip']}"
     return Candidate(number, genes, tuple(parent.number for parent in parents), flow)
 
 
@@ -213,7 +213,7 @@ def write(genes: Genes, name: str) -> str:
             *([f'        c["{key}"] = {line}' for key, line in lines.items()] or ["        pass"]), "",
             "    def forward_indexer(self, q, c):",
             *(f"        score = {step}" for step in steps if step != "score"),
-            f"        return {genes['top']}(score, self.k)", "",
+            f"        return {genes['top']}(score, self.topk_blocks)", "",
         ]
     )  # fmt: skip
 

@@ -2,8 +2,9 @@
 checks that they share for their options."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 Option = int | float | str | tuple[int, ...]
@@ -12,19 +13,49 @@ Option = int | float | str | tuple[int, ...]
 AnyMethod = TypeVar("AnyMethod")  # a frozen dataclass, whose fields are its options
 
 
-def make(kind: str, known: Mapping[str, type[AnyMethod]], name: str, options: Mapping[str, Any]) -> AnyMethod:
+class UnknownOption(ValueError):
+    """A method has no such option."""
+
+
+def make(
+    kind: str,
+    known: Mapping[str, type[AnyMethod]],
+    name: str,
+    options: Mapping[str, Any],
+    renamed: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> AnyMethod:
     """A method of a kind (`policy`) from its name and options.
 
+    Args:
+        renamed: options by the names that they had once -> as they are called now.
+
     Raises:
-        ValueError: an unknown name or option (the message lists the known ones), or a value out of range.
+        ValueError: an unknown name or option (the message lists the known ones, or the new name of an old one), a
+            number of layers beside a share of them, or a value out of range.
     """
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(sorted(known))}")
-    allowed = [field.name for field in fields(cast(Any, known[name]))]
-    for option in options:
-        if option not in allowed:
-            raise ValueError(f"{kind} {name!r} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+    check_options(f"{kind} {name!r}", known[name], options, renamed)
     return known[name](**options)
+
+
+def check_options(
+    what: str, method: type[Any], options: Iterable[str], renamed: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> None:
+    """Raise ValueError, as `make` does, unless a method can be given these options together."""
+    given, allowed = set(options), [field.name for field in fields(cast(Any, method))]
+    for option in options:
+        now = [new for new in renamed.get(option, ()) if new in allowed]
+        if option not in allowed:
+            hint = f"it is called {' or '.join(now)}" if now else f"it has {', '.join(allowed) or 'none'}"
+            raise UnknownOption(f"{what} has no option {option!r}: {hint}")
+        if option.endswith("_layers") and (share := layers_share(option)) in given:
+            raise ValueError(f"{what} takes {option} or {share}, not both")
+
+
+def layers_share(option: str) -> str:
+    """The option that gives as a share of all layers what `option` (`..._layers`) gives as a number."""
+    return f"{option.removesuffix('_layers')}_share"
 
 
 def parse(kind: str, text: str) -> tuple[str, dict[str, Option]]:
@@ -76,19 +107,17 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def require_layers(name: str, value: int | float) -> None:
-    """Raise ValueError unless value is a number of layers (int) or a share of them (float)."""
-    if isinstance(value, float):
-        require_share(name, value)
-    else:
-        require_at_least(name, value, 0)
+def require_layers(method: Any, option: str) -> None:
+    """Raise ValueError unless `option` (`..._layers`) of a method is None or a number of layers, and its share a
+    share."""
+    if getattr(method, option) is not None:
+        require_at_least(option, getattr(method, option), 0)
+    require_share(layers_share(option), getattr(method, layers_share(option)))
 
 
-def count_layers(value: int | float, num_layers: int) -> int:
-    """A number of layers (int), or a share of all `num_layers` (float), rounded up, as a number of layers."""
-    if isinstance(value, float):
-        return math.ceil(value * num_layers - 1e-9)
-    return min(value, num_layers)
+def count_layers(count: int | None, share: float, num_layers: int) -> int:
+    """Of `num_layers` layers so many, or if `count` is None that share of them, rounded up."""
+    return math.ceil(share * num_layers - 1e-9) if count is None else min(count, num_layers)
 
 
 def _is_number(value: object) -> bool:

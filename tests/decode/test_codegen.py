@@ -71,7 +71,7 @@ def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("name", EVERY_FLOW)
 def test_a_flow_chooses_the_same(name: str, geometry: str):
-    check(EVERY_FLOW[name](k=2, layers_skip=()), GEOMETRIES[geometry])
+    check(EVERY_FLOW[name](topk_blocks=2, layers_skip=()), GEOMETRIES[geometry])
 
 
 @pytest.mark.parametrize("name", EVERY_FLOW)
@@ -100,13 +100,14 @@ class Others(Flow):
         x = ops.Softmax(ops.Add_Mul(ops.Reshape(x, (1, x.shape[1], 1, x.size(2))), 3.0, c["parts"]), 3)
         scores = ops.Max(ops.GeMM(x, q.T), 3)  # [1, B, 2, 1]
         return ops.topK(
-            ops.Multiply(ops.Max(scores, 2), ops.Reshape(ops.Max(c["ones"], 2), (1, c["k"].shape[1], 1, 1))), self.k
+            ops.Multiply(ops.Max(scores, 2), ops.Reshape(ops.Max(c["ones"], 2), (1, c["k"].shape[1], 1, 1))),
+            self.topk_blocks,
         )
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_operators_that_no_flow_applies(geometry: str):
-    check(Others(k=2), GEOMETRIES[geometry])
+    check(Others(topk_blocks=2), GEOMETRIES[geometry])
     assert ("MaxInterleave" in missing(Others(), GEOMETRIES[geometry])) == (geometry == "others")  # groups of six
 
 
@@ -121,9 +122,9 @@ def test_no_text_of_an_author_gets_into_the_source():
             c["x) + ("] = ops.Mean(c["k"], dim=2)
 
         def forward_indexer(self, q: Value, c: Caches) -> Selection:
-            return ops.topK(ops.Max(ops.GeMM(c["x) + ("], q.T), dim=2), self.k)
+            return ops.topK(ops.Max(ops.GeMM(c["x) + ("], q.T), dim=2), self.topk_blocks)
 
-    check(Named(k=2), GEOMETRIES["others"])
+    check(Named(topk_blocks=2), GEOMETRIES["others"])
 
 
 def test_what_does_not_fit_registers_is_left_to_torch():

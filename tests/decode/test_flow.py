@@ -47,7 +47,7 @@ class Written(Flow):
 
 
 def test_a_flow_is_traced():
-    program = trace(BlockTopK(k=5), 16, 64, 4)
+    program = trace(BlockTopK(topk_blocks=5), 16, 64, 4)
     assert program.caches == {"centroids": (64,)}
     assert [value.operator.name for value in program.cache] == ["Mean"]  # type: ignore[union-attr]
     assert [value.operator.name for value in program.indexer] == ["Transpose", "GeMM", "Max", "topK"]  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["block_topk", "quest", "h2o", "double_sparse", "nsa_block_topk"])
 def test_a_flow_chooses_the_best_blocks(name: str):
-    request = Request(FLOWS[name](k=3), 12)
+    request = Request(FLOWS[name](topk_blocks=3), 12)
     query = torch.randn(GROUP, DIM)
     assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
 
@@ -71,7 +71,7 @@ def test_a_flow_is_short(name: str, most: int):
 
 def test_masked_channels_have_no_say():
     for name, like in (("channel_topk", "block_topk"), ("channel_quest", "quest")):
-        request = Request(find(f"{CHANNELS}:{name}:k=3,groups=4,masked=0+3"), 12)
+        request = Request(find(f"{CHANNELS}:{name}:topk_blocks=3,groups=4,masked=0+3"), 12)
         query = torch.randn(GROUP, DIM)
         without = query.clone()
         without[:, [0, 1, 6, 7]] = 0
@@ -90,16 +90,16 @@ def find(text: str) -> Flow:
     ("behind", "message"),
     [
         ("", r"channels.py has several flows: name one \(.*channels.py:channel_topk\) of channel_topk, channel_quest"),
-        (":k=9", "has several flows"),
+        (":topk_blocks=9", "has several flows"),
         (":channel", r"unknown flow of .*channels.py 'channel': choose from channel_quest, channel_topk"),
-        (":channel:k=9", "unknown flow of .* 'channel'"),
-        (":channel_topk:j=9", r"has no option 'j': it has k, layers_skip, groups, masked"),
-        (":channel_topk:k", "option 'k' is not option=value"),
+        (":channel:topk_blocks=9", "unknown flow of .* 'channel'"),
+        (":channel_topk:j=9", r"has no option 'j': it has topk_blocks, layers_skip, groups, masked"),
+        (":channel_topk:topk_blocks", "option 'topk_blocks' is not option=value"),
     ],
 )
 def test_a_flow_of_a_file_is_named_behind_a_colon(behind: str, message: str):
     assert find(f"{CHANNELS}:channel_quest").name == "channel_quest"
-    assert find(f"{CHANNELS}:channel_quest:k=9").k == 9
+    assert find(f"{CHANNELS}:channel_quest:topk_blocks=9").topk_blocks == 9
     assert find(f"{CHANNELS}:channel_quest") == find(f"{CHANNELS}:channel_quest"), "a file is not run again"
     with pytest.raises(ValueError, match=message):
         parse_flow(f"{CHANNELS}{behind}")
@@ -107,7 +107,7 @@ def test_a_flow_of_a_file_is_named_behind_a_colon(behind: str, message: str):
 
 def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
     with pytest.raises(ValueError, match=r"'quset': choose from block_topk, .*, or give a file \(my_flow.py, my_flow"):
-        parse_flow("quset:k=9")
+        parse_flow("quset:topk_blocks=9")
     with pytest.raises(ValueError, match=r"unknown flow 'my\.pyx'"):
         parse_flow("my.pyx")
     odd = tmp_path / "a.pyx"
@@ -115,13 +115,13 @@ def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
     (odd / "mine.py").write_text(
         "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
     )
-    assert find(f"{odd}/mine.py:k=7").k == 7
-    (odd / "mine.py").write_text(mine.replace("'mine'", "'other'"))
+    assert find(f"{odd}/mine.py:topk_blocks=7").topk_blocks == 7
+    (odd / "mine.py").write_text((odd / "mine.py").read_text().replace("'mine'", "'other'"))
     assert find(f"{odd}/mine.py").name == "other", "it has changed"
 
 
 def test_h2o_adds_up_over_steps():
-    request, total = Request(FLOWS["h2o"](k=2), 10), torch.zeros(9)
+    request, total = Request(FLOWS["h2o"](topk_blocks=2), 10), torch.zeros(9)
     for query in torch.randn(4, GROUP, DIM):
         total += scores("h2o", request.keys[:9], query)
         assert request.step(query) == request.best(total, 2)
@@ -129,6 +129,6 @@ def test_h2o_adds_up_over_steps():
 
 
 def test_streaming_has_the_last_blocks():
-    request: Any = Request(FLOWS["streaming"](k=4), 12)
+    request: Any = Request(FLOWS["streaming"](topk_blocks=4), 12)
     assert request.step(torch.randn(GROUP, DIM)) == {7, 8, 9, 10}
-    assert Request(FLOWS["streaming"](k=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}
+    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}

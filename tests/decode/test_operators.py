@@ -117,7 +117,7 @@ class Applies(Flow):
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         ops.Save(c["out"], CASES[self.case][0](c["x"], c["y"], q))
-        return ops.topK(ops.Load(c["score"]), self.k)
+        return ops.topK(ops.Load(c["score"]), self.topk_blocks)
 
 
 class Sequences:
@@ -181,7 +181,7 @@ def test_a_step_of_all_sequences_gives_each_its_own(
 ):
     sequences, expected = Sequences(lengths, seed), CASES[case][1]
     inner = tuple(expected(*sequences.of(0)).shape[2:])
-    program = trace(Applies(case=case, inner=inner, k=2), 4, 6, 3)
+    program = trace(Applies(case=case, inner=inner, topk_blocks=2), 4, 6, 3)
     caches = {
         "x": sequences.x,
         "y": sequences.y,

@@ -22,19 +22,21 @@ from models import VOCAB_SIZE, make_head_map
 
 FAMILIES = ("llama", "mistral", "qwen3", "deepseek_v3")  # transformers replaces the word tokenizer of a qwen2
 TOLERANCE = 1e-4  # logits of order 5 in float32
-EVERYTHING: dict[str, Any] = {"ratio": 1.0, "recomputed": "kept", "update": "overwrite"}
-EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(rounds=1, halo=0, **EVERYTHING)]
+EVERYTHING: dict[str, Any] = {"kept_share": 1.0, "recomputed": "kept", "update": "overwrite"}
+EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(rounds=1, halo_blocks=0, **EVERYTHING)]
 POLICIES = [
     *EXACT,
     SamKV(),
-    SamKV(block=8),
-    SamKV(bias="off", recomputed="none", block=8),
-    SamKV(selection="off", update="overwrite", block=8),
-    SamKV(top_p="off", ratio=0.5, recomputed="kept", block=8, initial=0, local=0, halo=2),
-    SamKV(top_p="off", ratio=0.0, initial=0, local=0),
+    SamKV(block_tokens=8),
+    SamKV(bias="off", recomputed="none", block_tokens=8),
+    SamKV(selection="off", update="overwrite", block_tokens=8),
+    SamKV(
+        top_p="off", kept_share=0.5, recomputed="kept", block_tokens=8, initial_blocks=0, local_blocks=0, halo_blocks=2
+    ),
+    SamKV(top_p="off", kept_share=0.0, initial_blocks=0, local_blocks=0),
     Condense(),
-    Condense(ratio=0.4, rounds=3, hops=0, update="fusion"),
-    Condense(ratio=0.4, initial=2, local=0, recomputed="none"),
+    Condense(kept_share=0.4, rounds=3, hop_tokens=0, update="fusion"),
+    Condense(kept_share=0.4, initial_blocks=2, local_blocks=0, recomputed="none"),
 ]
 
 
@@ -143,7 +145,7 @@ def test_documents_that_are_kept_whole_and_not_recomputed_have_read_themselves_a
     engine = engines[family]
     prompt = prompt_of([70, 33, 90])
     expected, logits = dense(engine, prompt, 6)
-    for policy in (SamKV(top_p="off", ratio=1.0, recomputed="none"), Condense(ratio=1.0, recomputed="none")):
+    for policy in (SamKV(top_p="off", kept_share=1.0, recomputed="none"), Condense(kept_share=1.0, recomputed="none")):
         result = ask(engine, prompt, policy, 6)
         assert float((result.first_logits - logits).abs().max()) < TOLERANCE  # type: ignore[operator]
         assert result.token_ids == expected
@@ -207,7 +209,7 @@ def test_a_question_asks_again_over_the_fresh_tokens_of_before(engine: Engine):
     torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize("policy", [SamKV(block=8), Condense()], ids=str)
+@pytest.mark.parametrize("policy", [SamKV(block_tokens=8), Condense()], ids=str)
 def test_less_memory_is_held_than_by_full_prefill(engine: Engine, policy: KeepsDocuments):
     prompt = prompt_of([110] * 4, opening=0)
     expected = ask(engine, prompt, "full").report.kv_bytes
@@ -216,7 +218,7 @@ def test_less_memory_is_held_than_by_full_prefill(engine: Engine, policy: KeepsD
     assert report.kv_bytes < 0.5 * expected  # on four layers what one layer reads weighs much
 
 
-@pytest.mark.parametrize("policy", ["samkv", "condense:ratio=0.5"])
+@pytest.mark.parametrize("policy", ["samkv", "condense:kept_share=0.5"])
 def test_poison_in_a_document_is_seen_counted_and_computed_away(engine: Engine, policy: str):
     prompt = prompt_of([60, 60])
     expected = truth(engine, prompt, 4)
@@ -243,14 +245,14 @@ def test_an_answer_reads_its_documents(engine: Engine):
 
 def test_documents_are_read_once_a_namespace(engine: Engine):
     prompt = prompt_of([40, 50, 40])
-    samkv = "samkv:block=8"  # cuts documents as condense does
+    samkv = "samkv:block_tokens=8"  # cuts documents as condense does
     request = Request(prompt, samkv)
     assert engine.read_documents(request) == 3
     assert engine.read_documents(request) == 0
     assert engine.read_documents(Request(prompt, "full")) == 0
     assert ask(engine, prompt, samkv).report.counts["documents_read"] == 0
     assert ask(engine, prompt, "condense").report.counts["documents_read"] == 0
-    assert ask(engine, prompt, "condense:block=4").report.counts["documents_read"] == 3
+    assert ask(engine, prompt, "condense:block_tokens=4").report.counts["documents_read"] == 3
     mine, theirs = (ask(engine, prompt, samkv, namespace=name) for name in ("default", "other"))
     assert (mine.report.counts["documents_read"], theirs.report.counts["documents_read"]) == (0, 3)
     assert torch.equal(mine.first_logits, theirs.first_logits)  # type: ignore[arg-type]
@@ -290,7 +292,7 @@ def test_a_small_pool_takes_more_prompts_of_kept_documents(model_dirs: dict[str,
     engine = Engine(model_dirs["qwen3"], dtype="float32", num_pages=10)
     prompt = prompt_of([140, 140], opening=0)
     assert "10 can be freed" in (ask(engine, prompt, "full").error or "")
-    policy = "samkv:block=8,ratio=0.25,initial=0,local=1"
+    policy = "samkv:block_tokens=8,kept_share=0.25,initial_blocks=0,local_blocks=1"
     requests = [Request(prompt, policy, SamplingParams(max_tokens=30, ignore_eos=True)) for _ in range(3)]
     results = engine.generate(requests)
     assert [result.error for result in results] == [None] * 3
@@ -320,7 +322,7 @@ def test_a_prompt_kept_in_part_is_handed_over_in_part(engine: Engine, model_dirs
 
 
 def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
-    engine.read_documents(Request(prompt_of([100]), "samkv:block=8"))
+    engine.read_documents(Request(prompt_of([100]), "samkv:block_tokens=8"))
     [document] = engine.library.store._documents.values()
     assert isinstance(document, Document)
     layers, heads = engine.config.num_layers, engine.config.num_kv_heads
@@ -342,7 +344,7 @@ def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch:
         return Received(torch.zeros(200), exponents)
 
     monkeypatch.setattr("kvgraft.prefill.documents.reading.received_attention", received)
-    engine.read_documents(Request(prompt_of([200]), "samkv:block=8"))
+    engine.read_documents(Request(prompt_of([200]), "samkv:block_tokens=8"))
     [document] = engine.library.store._documents.values()
     assert document.outliers.nonzero()[:, 1].tolist() == [80] * engine.config.num_layers
 

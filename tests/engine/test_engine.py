@@ -147,7 +147,7 @@ def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(mo
         (Request([7, VOCAB_SIZE]), "token ids must be in 0..199, got 7..200"),
         (Request([-1]), "token ids must be in 0..199, got -1..-1"),
         (Request("w3", policy="magic"), "unknown policy 'magic'"),
-        (Request("w3", policy="sparsex:topk=7"), "topk must be a share from 0 to 1, got 7"),
+        (Request("w3", policy="sparsex:recompute_share=7"), "recompute_share must be a share from 0 to 1, got 7"),
         (request(600), "600 prompt tokens and 8 to generate exceed the limit of 512"),
         (request(100, max_tokens=500), "100 prompt tokens and 500 to generate exceed the limit of 512"),
         (Request([1.5]), "request 0"),  # type: ignore[list-item]
@@ -271,7 +271,7 @@ def test_the_report_adds_up(engine: Engine):
     known = tokens(80, 1)
     engine.generate([Request(known, "full")])
     prompt = known[:40] + tokens(3, 2) + known[40:] + tokens(4, 3)
-    report = engine.generate([Request(prompt, "sparsex:boundary=1,overflow_blocks=0")])[0].report
+    report = engine.generate([Request(prompt, "sparsex:boundary_layers=1,overflow_blocks=0")])[0].report
     assert report.prefix_tokens == 32
     assert report.prefix_tokens + report.grafted_tokens + report.fresh_tokens == report.prompt_tokens == 87
     assert 0 < report.recomputed_tokens <= report.grafted_tokens
@@ -294,7 +294,7 @@ def test_floating_point_operations_are_counted(engine: Engine, model_dirs: dict[
     assert full.flops == config.num_layers * (64 * 2 * sum(linear) + by_key * (64 * 65 // 2))
     [naive, probe] = (
         engine.generate([Request([5, *known, 9], policy, remember=False)])[0].report
-        for policy in ("naive", "transitive:hops=0,topk=0.0,probe=0")
+        for policy in ("naive", "transitive:hops=0,recompute_share=0.0,probe_layers=0")
     )
     seen = 1 + 66  # keys that the first and the last token attend to
     assert naive.flops == config.num_layers * (2 * 2 * sum(linear) + by_key * seen)

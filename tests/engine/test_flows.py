@@ -40,21 +40,25 @@ def engine(shared: Engine) -> Engine:
 def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
     dense = engine.generate([request(count, seed=count) for count in LENGTHS])
-    sparse = engine.generate([request(count, f"{NAMED[flow]}:k=60,layers_skip=none", count) for count in LENGTHS])
+    sparse = engine.generate(
+        [request(count, f"{NAMED[flow]}:topk_blocks=60,layers_skip=none", count) for count in LENGTHS]
+    )
     assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
 
 
 @pytest.mark.parametrize("flow", NAMED)
 def test_company_changes_nothing(engine: Engine, flow: str):
-    requests = [request(count, f"{NAMED[flow]}:k=3", count, decoded_tail=20, remember=False) for count in LENGTHS]
-    requests += [request(200), request(200, "quest:k=5")]
+    requests = [
+        request(count, f"{NAMED[flow]}:topk_blocks=3", count, decoded_tail=20, remember=False) for count in LENGTHS
+    ]
+    requests += [request(200), request(200, "quest:topk_blocks=5")]
     together = [result.token_ids for result in engine.generate(requests)]
     assert together == [engine.generate([one])[0].token_ids for one in requests]
 
 
 @pytest.mark.parametrize("flow", ["quest", "h2o", "nsa_block_topk", "sonnet_value_weighted_centroid"])
 def test_generated_kernels_choose_the_same(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
-    requests = [request(count, f"{NAMED[flow]}:k=3", count, remember=False) for count in (150, 90)]
+    requests = [request(count, f"{NAMED[flow]}:topk_blocks=3", count, remember=False) for count in (150, 90)]
     expected = [result.token_ids for result in engine.generate(requests)]
     calls = []
     run = dispatch.generated
@@ -65,9 +69,9 @@ def test_generated_kernels_choose_the_same(engine: Engine, flow: str, monkeypatc
 
 
 def test_less_is_attended_to(engine: Engine):
-    dense, sparse = (engine.generate([request(400, flow)])[0] for flow in ("dense", "streaming:k=1"))
+    dense, sparse = (engine.generate([request(400, flow)])[0] for flow in ("dense", "streaming:topk_blocks=1"))
     assert dense.token_ids != sparse.token_ids
-    short = [engine.generate([request(30, flow)])[0].token_ids for flow in ("dense", "streaming:k=4")]
+    short = [engine.generate([request(30, flow)])[0].token_ids for flow in ("dense", "streaming:topk_blocks=4")]
     assert short[0] == short[1]  # 54 tokens at the end: all blocks are attended to
 
 
@@ -83,7 +87,7 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
 
     indexer_attention = indexer.block_sparse_attention
     monkeypatch.setattr(indexer, "block_sparse_attention", spy)
-    engine.generate([Request(tokens(201), "full", SamplingParams(2, ignore_eos=True), flow="block_topk:k=2")])
+    engine.generate([Request(tokens(201), "full", SamplingParams(2, ignore_eos=True), flow="block_topk:topk_blocks=2")])
     assert len(seen) == 2  # layers, of which the first is dense
     query, keys, tables, lengths, pages = seen[0]
     assert lengths.tolist() == [4 * 8 + 2, 4 * 8 + 2]  # first, two best, the last two: of 202 tokens the last holds two
@@ -104,7 +108,7 @@ def test_the_tail_of_a_prompt_is_decoded(engine: Engine):
 
 
 def test_what_follows_a_sparse_step_is_never_an_exact_hit(engine: Engine):
-    for flow, found in ("streaming:k=1", 200), ("dense", 216):
+    for flow, found in ("streaming:topk_blocks=1", 200), ("dense", 216):
         engine.clear_cache()
         answer = engine.generate([request(200, flow)])[0].token_ids
         again = Request([*tokens(200), *answer], "full", SamplingParams(1))
@@ -112,21 +116,25 @@ def test_what_follows_a_sparse_step_is_never_an_exact_hit(engine: Engine):
 
 
 def test_a_flow_with_state_shares_no_prefix_but_takes_grafts(engine: Engine):
-    alone = [engine.generate([request(200, "h2o:k=2", remember=False)])[0].token_ids for _ in range(2)]
+    alone = [engine.generate([request(200, "h2o:topk_blocks=2", remember=False)])[0].token_ids for _ in range(2)]
     assert alone[0] == alone[1]
-    both = engine.generate([request(200, "h2o:k=2"), request(200, "h2o:k=2")])
+    both = engine.generate([request(200, "h2o:topk_blocks=2"), request(200, "h2o:topk_blocks=2")])
     assert [result.token_ids for result in both] == alone
-    late = engine.generate([request(200, "h2o:k=2"), request(200, "quest:k=2")])
+    late = engine.generate([request(200, "h2o:topk_blocks=2"), request(200, "quest:topk_blocks=2")])
     assert [result.report.prefix_tokens for result in late] == [0, 192]
     assert late[0].token_ids == alone[0]
-    copied = engine.generate([Request(tokens(200), "naive", SamplingParams(24, ignore_eos=True), flow="h2o:k=2")])[0]
+    copied = engine.generate(
+        [Request(tokens(200), "naive", SamplingParams(24, ignore_eos=True), flow="h2o:topk_blocks=2")]
+    )[0]
     assert copied.report.grafted_tokens >= 192
     assert copied.token_ids == alone[0]
 
 
 def test_a_full_pool_lets_sparse_requests_wait(model_dirs: dict[str, Path]):
     small = Engine(model_dirs["llama"], dtype="float32", block_size=8, num_pages=60, poison_dropped_pages=True)
-    requests = [request(count, f"{flow}:k=3", count) for count, flow in zip((200, 300, 250), FLOWS, strict=False)]
+    requests = [
+        request(count, f"{flow}:topk_blocks=3", count) for count, flow in zip((200, 300, 250), FLOWS, strict=False)
+    ]
     together = [result.token_ids for result in small.generate(requests)]
     small.clear_cache()
     assert together == [small.generate([one])[0].token_ids for one in requests]
@@ -138,9 +146,9 @@ def test_a_full_pool_lets_sparse_requests_wait(model_dirs: dict[str, Path]):
     [
         ({"flow": "quest3"}, "unknown flow 'quest3': choose from block_topk"),
         ({"flow": "quest:r=1"}, "flow 'quest' has no option 'r': it has k, layers_skip"),
-        ({"flow": "quest:k=0"}, "k must be an integer of at least 1, got 0"),
+        ({"flow": "quest:topk_blocks=0"}, "k must be an integer of at least 1, got 0"),
         ({"flow": "quest:layers_skip=x"}, "layers_skip must be layers, such as 0 or 0[+]1, or none, got 'x'"),
-        ({"flow": "dense:k=1"}, "flow 'dense' has no options"),
+        ({"flow": "dense:topk_blocks=1"}, "flow 'dense' has no options"),
         ({"flow": "nothing.py"}, "there is no file of flows nothing.py"),
         ({"decoded_tail": 40}, "decoded_tail must be from 0 to 39 for this prompt, got 40"),
     ],
@@ -160,7 +168,9 @@ def test_a_flow_of_a_file(engine: Engine, tmp_path: Path):
         "    def forward_indexer(self, q, c):\n"
         "        return topK(Max(GeMM(c['centroids'], q.T), dim=2), self.k)\n"
     )
-    theirs, ours = (engine.generate([request(300, f"{flow}:k=4")])[0].token_ids for flow in (path, "block_topk"))
+    theirs, ours = (
+        engine.generate([request(300, f"{flow}:topk_blocks=4")])[0].token_ids for flow in (path, "block_topk")
+    )
     assert theirs == ours
     path.write_text(path.read_text().replace("GeMM(c['centroids'], q.T)", "GeMM(c['centroid'], q.T)"))
     with pytest.raises(RequestError, match=r"mine.py:14: there is no cache 'centroid': choose from k, v, centroids"):
@@ -171,9 +181,9 @@ def test_a_flow_of_a_file(engine: Engine, tmp_path: Path):
 
 
 def test_the_engine_has_a_flow_of_its_own(model_dirs: dict[str, Path]):
-    mine = Engine(model_dirs["llama"], dtype="float32", block_size=8, flow=BlockTopK(k=2))
+    mine = Engine(model_dirs["llama"], dtype="float32", block_size=8, flow=BlockTopK(topk_blocks=2))
     one, dense = request(300), request(300)
     one = Request(one.prompt, "full", one.sampling)
-    named = Request(one.prompt, "full", one.sampling, flow="block_topk:k=2")
+    named = Request(one.prompt, "full", one.sampling, flow="block_topk:topk_blocks=2")
     found = [result.token_ids for result in mine.generate([one, named, dense])]
     assert found[0] == found[1] != found[2]

@@ -135,8 +135,8 @@ def test_exact_hits_are_exact_while_local_pages_live_and_after(engine: Engine, d
         result = ask(engine, prompt)
         assert result.report.prefix_tokens == 96
         assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
-    local = engine.memory.known.local_pages
-    pages = engine.memory.known.find_prefix(shared, engine._scope("default"))
+    local = engine.memory.lookup.local_pages
+    pages = engine.memory.lookup.find_prefix(shared, engine._scope("default"))
     engine.memory.pool._drop(local.of(np.array(pages[9:11])).ravel().tolist())  # what the next token would see
     prompt = shared + tokens(30, 5)
     result = ask(engine, prompt)
@@ -154,8 +154,13 @@ def test_a_conversation_goes_on_where_it_ended(engine: Engine, decoder: Decoder)
     assert difference(result, masked_logits(decoder, follow_up)[-1]) < TOLERANCE
 
 
-EVERYTHING = [SparseX(boundary=1, topk=1.0), Epic(tokens=999), CacheBlend(share=1.0), Prophet(share=1.0)]
-EVERYTHING += [Transitive(topk=1.0)]
+EVERYTHING = [
+    SparseX(boundary_layers=1, recompute_share=1.0),
+    Epic(start_tokens=999),
+    CacheBlend(recompute_share=1.0),
+    Prophet(recompute_share=1.0),
+]
+EVERYTHING += [Transitive(recompute_share=1.0)]
 
 
 @pytest.mark.parametrize("policy", EVERYTHING, ids=str)
@@ -175,8 +180,8 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(5, 3)
     before = ask(engine, prompt, Naive(), remember=False)
-    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
-    source = np.column_stack((pages, engine.memory.known.local_pages.of(pages)))[:, page_list]
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    source = np.column_stack((pages, engine.memory.lookup.local_pages.of(pages)))[:, page_list]
     slots = (source[:, None] * BLOCK + np.arange(BLOCK)).ravel()
     engine.memory.cache.values[:, slots] = 3.0
     after = ask(engine, prompt, Naive(), remember=False)
@@ -186,10 +191,10 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
 def test_what_local_heads_have_lost_is_computed(engine: Engine, decoder: Decoder):
     known = tokens(120, 1)
     ask(engine, known, Full())
-    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
-    engine.memory.pool._drop(engine.memory.known.local_pages.of(pages[4:9]).ravel().tolist())
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    engine.memory.pool._drop(engine.memory.lookup.local_pages.of(pages[4:9]).ravel().tolist())
     prompt = tokens(9, 2) + known + tokens(5, 3)
-    result = ask(engine, prompt, SparseX(topk=1.0))
+    result = ask(engine, prompt, SparseX(recompute_share=1.0))
     assert result.report.grafted_tokens == 32 + 120 - 72 - 0
     assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
 

@@ -41,11 +41,13 @@ def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, mo
     monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
     engine.clear_cache()
     dense = engine.generate([request(count) for count in LENGTHS])
-    sparse = engine.generate([request(count, f"{NAMED[flow]}:k=60,layers_skip=none") for count in LENGTHS])
+    sparse = engine.generate([request(count, f"{NAMED[flow]}:topk_blocks=60,layers_skip=none") for count in LENGTHS])
     assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
 
 
-@pytest.mark.parametrize(("flow", "aware"), [("block_topk:k=2", True), (f"{CHANNELS}:channel_topk:k=2,{ROPE}", False)])
+@pytest.mark.parametrize(
+    ("flow", "aware"), [("block_topk:topk_blocks=2", True), (f"{CHANNELS}:channel_topk:topk_blocks=2,{ROPE}", False)]
+)
 def test_flows_see_the_fused_latent_or_its_content_alone(
     engine: Engine, flow: str, aware: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -18,31 +18,31 @@ from models import FAMILIES, VOCAB_SIZE, make_head_map
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING = [
-    *(SparseX(boundary=b, topk=1.0) for b in (0, 1, 2, 99)),
-    SparseX(boundary=1, topk=1.0, rows="question", reduction="max", unit="block"),
-    Epic(tokens=10_000),
-    *(CacheBlend(check_layer=layer, share=1.0) for layer in (0, 1, 99)),
-    Prophet(share=1.0),
-    *(Transitive(probe=probe, topk=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
-    *(RedKnot(dense_until=layers, mass=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
-    Similar(layers=0),
-    Similar(layers=1, halo=10_000),
-    Similar(layers=2, halo=3, probe=2, max_kl=0.0),
+    *(SparseX(boundary_layers=b, recompute_share=1.0) for b in (0, 1, 2, 99)),
+    SparseX(boundary_layers=1, recompute_share=1.0, rows="question", reduction="max", unit="block"),
+    Epic(start_tokens=10_000),
+    *(CacheBlend(check_layer=layer, recompute_share=1.0) for layer in (0, 1, 99)),
+    Prophet(recompute_share=1.0),
+    *(Transitive(probe_layers=probe, recompute_share=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
+    *(RedKnot(dense_layers=layers, mass_share=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
+    Similar(reused_layers=0),
+    Similar(reused_layers=1, halo_tokens=10_000),
+    Similar(reused_layers=2, halo_tokens=3, probe_tokens=2, max_kl=0.0),
 ]
 APPROXIMATE = [
     Naive(),
     Epic(),
     CacheBlend(),
     Prophet(),
-    SparseX(boundary=0),
-    SparseX(boundary=1),
-    SparseX(boundary=1, rows="question", reduction="max", unit="block"),
+    SparseX(boundary_layers=0),
+    SparseX(boundary_layers=1),
+    SparseX(boundary_layers=1, rows="question", reduction="max", unit="block"),
     Transitive(),
-    RedKnot(recent=8, min_keep=4),
-    RedKnot(dense_until=0, mass=0.2, recent=0, min_keep=0, edge_mass=0.01, reuse="off"),
-    SparseX(boundary=1, shallow="fresh"),
-    Similar(layers=1, halo=2, probe=0),
-    Similar(layers=2, halo=4, max_kl=0.05),
+    RedKnot(recent_tokens=8, min_ffn_tokens=4),
+    RedKnot(dense_layers=0, mass_share=0.2, recent_tokens=0, min_ffn_tokens=0, edge_mass_share=0.01, reuse="off"),
+    SparseX(boundary_layers=1, shallow="fresh"),
+    Similar(reused_layers=1, halo_tokens=2, probe_tokens=0),
+    Similar(reused_layers=2, halo_tokens=4, max_kl=0.05),
 ]
 
 
@@ -188,7 +188,12 @@ def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
     expected = truth(engine, prompt)
     naive, some, more, everything = (
         difference(ask(engine, prompt, policy, remember=False), expected)
-        for policy in (Naive(), SparseX(boundary=1, topk=0.1), SparseX(boundary=2, topk=0.6), SparseX(topk=1.0))
+        for policy in (
+            Naive(),
+            SparseX(boundary_layers=1, recompute_share=0.1),
+            SparseX(boundary_layers=2, recompute_share=0.6),
+            SparseX(recompute_share=1.0),
+        )
     )
     assert naive > some > more > everything
     assert naive > 0.1
@@ -201,7 +206,7 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
     ask(engine, known, Full())
     before = ask(engine, prompt, policy, remember=False)
-    cache, index = engine.memory.cache, engine.memory.known.index
+    cache, index = engine.memory.cache, engine.index.segments.blocks
     scope = engine._scope("default")
     slots = index.match(np.array(known, np.int64), scope)[0].source_slots(16)
     unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
@@ -313,7 +318,7 @@ def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Pa
     prompt = tokens(100, 1)
     expected = truth(engine, prompt)
     ask(engine, prompt, Full())
-    pages = engine.memory.known.find_prefix(prompt, engine._scope("default"))
+    pages = engine.memory.lookup.find_prefix(prompt, engine._scope("default"))
     engine.memory.pool._drop([pages[2]])  # as if only this one had been reclaimed
     result = ask(engine, prompt, Naive())
     assert result.report.prefix_tokens == 80
@@ -332,7 +337,12 @@ def test_a_prompt_known_to_its_end_recomputes_its_tail(engine: Engine):
     known = tokens(160, 1)
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known[:150]
-    result = ask(engine, prompt, SparseX(boundary=0, topk=0.0, overflow_blocks=0, tail_tokens=64), remember=False)
+    result = ask(
+        engine,
+        prompt,
+        SparseX(boundary_layers=0, recompute_share=0.0, overflow_blocks=0, tail_tokens=64),
+        remember=False,
+    )
     assert result.report.fresh_tokens <= 12
     assert result.report.recomputed_tokens == 64
 
@@ -345,7 +355,7 @@ def test_half_precision_grafts_and_stays_close_to_float32(model_dirs: dict[str, 
     prompt = tokens(9, 2) + known + tokens(5, 3)
     ask(half, known, Full())
     full = truth(half, prompt)
-    for policy in (SparseX(boundary=0, topk=1.0), SparseX(boundary=1, topk=1.0)):
+    for policy in (SparseX(boundary_layers=0, recompute_share=1.0), SparseX(boundary_layers=1, recompute_share=1.0)):
         result = ask(half, prompt, policy, remember=False)
         assert result.report.grafted_tokens >= 80
         assert difference(result, full) < 0.2  # logits of order 5 with 8 bits
@@ -372,7 +382,7 @@ def test_redknot_with_all_heads_global_and_all_mass_is_full_prefill(model_dirs: 
     known = tokens(96, 1)
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(5, 3)
-    result = ask(engine, prompt, RedKnot(mass=1.0), remember=False)
+    result = ask(engine, prompt, RedKnot(mass_share=1.0), remember=False)
     assert result.report.grafted_tokens >= 80
     assert difference(result, truth(engine, prompt)) < TOLERANCE
 
@@ -384,26 +394,26 @@ def test_each_part_of_redknot_changes_the_answer_and_saves_work(model_dirs: dict
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(9, 3)
     off = {
-        "mass": 1.0,
+        "mass_share": 1.0,
         "windows": "off",
         "reuse": "off",
-        "dense_until": 1,
-        "edge_mass": 1.0,
-        "recent": 0,
-        "min_keep": 0,
+        "dense_layers": 1,
+        "edge_mass_share": 1.0,
+        "recent_tokens": 0,
+        "min_ffn_tokens": 0,
     }
     exact = ask(engine, prompt, RedKnot(**off), remember=False)
     expected = truth(engine, prompt)
     assert difference(exact, expected) < TOLERANCE
     reports = {}
-    for part in ({"mass": 0.5}, {"windows": "on"}, {"reuse": "on"}):
+    for part in ({"mass_share": 0.5}, {"windows": "on"}, {"reuse": "on"}):
         result = ask(engine, prompt, RedKnot(**off | part), remember=False)
         assert difference(result, expected) > 0.001, part
         reports[next(iter(part))] = result.report
     attention = {name: report.flops - report.ffn_flops for name, report in reports.items()}
-    assert reports["mass"].ffn_flops < reports["windows"].ffn_flops == exact.report.ffn_flops
+    assert reports["mass_share"].ffn_flops < reports["windows"].ffn_flops == exact.report.ffn_flops
     assert attention["windows"] < attention["reuse"] == exact.report.flops - exact.report.ffn_flops
-    promoting = ask(engine, prompt, RedKnot(**off | {"windows": "on", "edge_mass": 0.0}), remember=False)
+    promoting = ask(engine, prompt, RedKnot(**off | {"windows": "on", "edge_mass_share": 0.0}), remember=False)
     assert promoting.report.counts["promoted_heads"] == sum(
         sum(head_map.heads(layer, HeadClass.LOCAL)) for layer in range(len(head_map.classes))
     )
@@ -420,10 +430,12 @@ def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(9, 3)
     expected = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
-    pages = np.array(engine.memory.known.find_prefix(known, engine._scope("default")))
-    engine.memory.pool._drop(engine.memory.known.local_pages.of(pages[2:6]).ravel().tolist())
-    everything = RedKnot(mass=1.0, reuse="off", edge_mass=0.0)  # nobody is promoted: there is nothing more to see
-    for policy in (everything, RedKnot(recent=8, min_keep=4), Naive()):
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    engine.memory.pool._drop(engine.memory.lookup.local_pages.of(pages[2:6]).ravel().tolist())
+    everything = RedKnot(
+        mass_share=1.0, reuse="off", edge_mass_share=0.0
+    )  # nobody is promoted: there is nothing more to see
+    for policy in (everything, RedKnot(recent_tokens=8, min_ffn_tokens=4), Naive()):
         result = ask(engine, prompt, policy, remember=False)
         assert result.report.grafted_tokens == 160 - 64 * isinstance(policy, Naive)
         assert torch.isfinite(result.first_logits).all()  # type: ignore[arg-type]

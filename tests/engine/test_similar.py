@@ -19,7 +19,7 @@ def shared(model_dirs: dict[str, Path]) -> Engine:
     return Engine(
         model_dirs["qwen3"],
         dtype="float32",
-        match="similar:tau=0.3,window=64",
+        match="similar:tau=0.3,window_tokens=64",
         exits=(1, 2, 3),
         poison_dropped_pages=True,
     )
@@ -73,7 +73,9 @@ def test_edited_tokens_are_computed_and_the_rest_reads_its_source(engine: Engine
     assert record.plan is not None
     wrong = [place for place in range(200) if known[place] != edited(known)[place]]
     assert not record.plan.grafted[[9 + place for place in wrong]].any()
-    assert difference(ask(engine, prompt, SparseX(topk=1.0), remember=False), truth(engine, prompt)) < TOLERANCE
+    assert (
+        difference(ask(engine, prompt, SparseX(recompute_share=1.0), remember=False), truth(engine, prompt)) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
@@ -81,7 +83,12 @@ def test_reuse_computes_upper_layers_and_halos(engine: Engine, exit_layer: int):
     known = tokens(96, 1)
     ask(engine, known, "full")
     prompt, record = tokens(9, 2) + known + tokens(5, 3), Record()
-    ask(engine, prompt, Recorded(Similar(layers=exit_layer, halo=8, probe=0), record), remember=False)
+    ask(
+        engine,
+        prompt,
+        Recorded(Similar(reused_layers=exit_layer, halo_tokens=8, probe_tokens=0), record),
+        remember=False,
+    )
     assert record.plan is not None
     grafted = record.plan.grafted.nonzero()[:, 0]
     inside = torch.zeros(len(prompt), dtype=torch.bool)
@@ -99,20 +106,23 @@ def test_the_residual_stream_is_that_of_the_source(engine: Engine):
     prompt = known + tokens(5, 3)
     engine.memory.pool._page_by_hash.clear()  # so that it is no prefix hit
     engine.memory.pool._hash_by_page.clear()
-    policy = Similar(layers=2, halo=4)
+    policy = Similar(reused_layers=2, halo_tokens=4)
     result = ask(engine, prompt, policy, remember=False)
     assert result.report.grafted_tokens >= 90
     assert result.report.counts["probed_segments"] == 1
     assert not result.report.counts["rejected_segments"]
     assert difference(result, truth(engine, prompt)) < TOLERANCE
     engine.memory.cache.residuals[2][:] += 1.0
-    assert difference(ask(engine, prompt, Similar(layers=2, probe=0), remember=False), truth(engine, prompt)) > 0.01
+    assert (
+        difference(ask(engine, prompt, Similar(reused_layers=2, probe_tokens=0), remember=False), truth(engine, prompt))
+        > 0.01
+    )
 
 
 def test_generated_text_has_a_residual_stream_too(engine: Engine):
     prompt = tokens(40, 1)
     first = engine.generate([Request(prompt, "full", SamplingParams(max_tokens=80, ignore_eos=True))])[0]
-    result = ask(engine, tokens(7, 2) + first.token_ids, Similar(layers=2, halo=2, probe=0))
+    result = ask(engine, tokens(7, 2) + first.token_ids, Similar(reused_layers=2, halo_tokens=2, probe_tokens=0))
     assert result.report.grafted_tokens >= 64
     assert result.report.fallback is None
 
@@ -122,9 +132,9 @@ def test_non_finite_residuals_are_rejected_by_the_probe_and_without_it_computed_
     ask(engine, known, "full")
     expected = truth(engine, prompt)
     engine.memory.cache.residuals[2][:] = float("nan")
-    probed = ask(engine, prompt, Similar(layers=2), remember=False)
+    probed = ask(engine, prompt, Similar(reused_layers=2), remember=False)
     assert probed.report.counts["rejected_segments"] == 1
-    unprobed = ask(engine, prompt, Similar(layers=2, probe=0), remember=False)
+    unprobed = ask(engine, prompt, Similar(reused_layers=2, probe_tokens=0), remember=False)
     assert unprobed.report.fallback == "non_finite"
     for result in (probed, unprobed):
         assert difference(result, expected) < TOLERANCE
@@ -136,7 +146,7 @@ def test_the_probe_rejects_what_depends_on_its_context(engine: Engine):
     count, expected = engine.memory.fallbacks["probe"], truth(engine, prompt)
     divergences = {}
     for max_kl in (0.0, 1e-6, 100.0):
-        result = ask(engine, prompt, Similar(layers=2, max_kl=max_kl), remember=False)
+        result = ask(engine, prompt, Similar(reused_layers=2, max_kl=max_kl), remember=False)
         divergences[max_kl] = difference(result, expected)
         assert bool(result.report.counts["rejected_tokens"]) == (max_kl < 1)
     assert divergences[0.0] < TOLERANCE < divergences[100.0]
@@ -148,7 +158,7 @@ def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
     ask(engine, known, "full")
     records = {shallow: Record() for shallow in ("all", "fresh")}
     for shallow, record in records.items():
-        ask(engine, prompt, Recorded(SparseX(boundary=2, shallow=shallow), record), remember=False)  # type: ignore[arg-type]
+        ask(engine, prompt, Recorded(SparseX(boundary_layers=2, shallow=shallow), record), remember=False)  # type: ignore[arg-type]
     fresh, all_of_it = records["fresh"].computed, records["all"].computed
     assert all_of_it[:2].all()
     assert int(fresh[:2].sum()) == 2 * (len(prompt) - int(records["fresh"].plan.grafted.sum()))  # type: ignore[union-attr]
@@ -160,8 +170,8 @@ def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
     [
         ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
         ({"match": "similar"}, "identical text only"),
-        ({"policy": "similar:layers=1"}, "enters layer 1 is not kept"),
-        ({"policy": "sparsex:boundary=2,shallow=fresh"}, "enters layer 2 is not kept"),
+        ({"policy": "similar:reused_layers=1"}, "enters layer 1 is not kept"),
+        ({"policy": "sparsex:boundary_layers=2,shallow=fresh"}, "enters layer 2 is not kept"),
     ],
 )
 def test_what_the_engine_does_not_keep_is_refused(model_dirs: dict[str, Path], fields: dict[str, str], message: str):
@@ -173,7 +183,7 @@ def test_what_the_engine_does_not_keep_is_refused(model_dirs: dict[str, Path], f
 
 
 def test_the_policy_of_the_engine_says_what_is_kept(model_dirs: dict[str, Path]):
-    engine = Engine(model_dirs["llama"], dtype="float32", policy="similar:layers=1,halo=2")
+    engine = Engine(model_dirs["llama"], dtype="float32", policy="similar:reused_layers=1,halo_tokens=2")
     assert list(engine.memory.cache.residuals) == [1]
     known = tokens(200, 1)
     ask(engine, known, Full())
@@ -183,20 +193,20 @@ def test_the_policy_of_the_engine_says_what_is_kept(model_dirs: dict[str, Path])
 
 
 def test_policies_that_requests_may_name_are_prepared_for(model_dirs: dict[str, Path]):
-    named = ["naive", "similar:layers=1", "sparsex:boundary=2,shallow=fresh"]
+    named = ["naive", "similar:reused_layers=1", "sparsex:boundary_layers=2,shallow=fresh"]
     engine = Engine(model_dirs["llama"], dtype="float32", policies=named)
     assert list(engine.memory.cache.residuals) == [1, 2]
-    assert engine.memory.known.similar is not None
+    assert engine.index.segments.similar is not None
     known = tokens(200, 1)
     ask(engine, known, Full())
     for policy in named:
         assert ask(engine, edited(known), policy, remember=False).report.grafted_tokens > 0
-    assert Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).memory.known.similar is None
+    assert Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).index.segments.similar is None
 
 
 def test_each_report_counts_its_own_prompt(engine: Engine):
     """Also of prompts that are recovered together."""
-    policy, texts = "similar:layers=1,max_kl=0.0", [tokens(200, seed) for seed in range(3)]
+    policy, texts = "similar:reused_layers=1,max_kl=0.0", [tokens(200, seed) for seed in range(3)]
     for known in texts:
         ask(engine, known, "full")
     prompts = [tokens(9, 10) + edited(texts[0]), tokens(9, 11) + edited(texts[1]) + texts[2], tokens(9, 12) + texts[0]]

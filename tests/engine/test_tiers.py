@@ -14,7 +14,7 @@ from models import VOCAB_SIZE
 TOLERANCE = 1e-4
 KNOWN = np.random.default_rng(1).integers(3, VOCAB_SIZE, 200).tolist()
 MOVED = [5, 6, 7, 8, 9, *KNOWN, 11, 12]
-EVERYTHING = SparseX(topk=1.0)
+EVERYTHING = SparseX(recompute_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_another_process_goes_on_with_what_the_first_one_read(model: Path, tmp_p
 @pytest.mark.parametrize("disk", [False, True])
 def test_namespaces(model: Path, tmp_path: Path, disk: bool):
     options = on_disk(tmp_path) if disk else StoreOptions()
-    with start(model, options, match="similar:tau=0.3,window=64") as engine:
+    with start(model, options, match="similar:tau=0.3,window_tokens=64") as engine:
         ask(engine, KNOWN, namespace="a")
         assert engine.store is not None
         engine.store.flush()
@@ -108,9 +108,9 @@ def test_namespaces(model: Path, tmp_path: Path, disk: bool):
 
 
 def test_near_duplicates_and_residual_streams_come_back(model: Path, tmp_path: Path):
-    settings = {"match": "similar:tau=0.3,window=64", "exits": (2,)}
+    settings = {"match": "similar:tau=0.3,window_tokens=64", "exits": (2,)}
     edited = [3 + place % 7 if place % 20 == 19 else token for place, token in enumerate(KNOWN)]
-    policy = Similar(layers=2, halo=2, probe=0)
+    policy = Similar(reused_layers=2, halo_tokens=2, probe_tokens=0)
     with start(model, on_disk(tmp_path), **settings) as engine:
         ask(engine, KNOWN)
         at_once = ask(engine, edited, policy, remember=False)

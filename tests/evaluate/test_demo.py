@@ -43,7 +43,7 @@ def progress() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def report(engine: Engine, progress: list[tuple[int, ...]]) -> DemoReport:
-    policies = (*POLICIES, "sparsex:boundary=0,topk=1.0")
+    policies = (*POLICIES, "sparsex:boundary_layers=0,recompute_share=1.0")
     return run_demo(engine, seed=1, items=2, policies=policies, on_progress=lambda *counts: progress.append(counts))
 
 

@@ -28,15 +28,15 @@ def engine() -> Engine:
 
 
 def test_flows_that_fail_a_stage_do_not_go_on(engine: Engine, tmp_path: Path):
-    flows = ["quest:k=29", "streaming:k=2", "h2o:k=200"]
+    flows = ["quest:topk_blocks=29", "streaming:topk_blocks=2", "h2o:topk_blocks=200"]
     rows = judging.evaluate(engine, flows, tmp_path, seed=3, length=2048, stages=(FIRST, SECOND))
     found = {one.flow: one for one in judging.summarise(rows)}
     assert found["dense"].score > 0.9
-    assert found["quest:k=29"].of_dense > 0.9
-    assert found["h2o:k=200"].stages == found["dense"].stages, "which attends to everything"
-    assert found["streaming:k=2"].stages.keys() == {"first"}, "the needle is not among the last blocks"
-    assert found["streaming:k=2"].score < 0.5
-    assert [one.flow for one in judging.summarise(rows)][-1] == "streaming:k=2"
+    assert found["quest:topk_blocks=29"].of_dense > 0.9
+    assert found["h2o:topk_blocks=200"].stages == found["dense"].stages, "which attends to everything"
+    assert found["streaming:topk_blocks=2"].stages.keys() == {"first"}, "the needle is not among the last blocks"
+    assert found["streaming:topk_blocks=2"].score < 0.5
+    assert [one.flow for one in judging.summarise(rows)][-1] == "streaming:topk_blocks=2"
 
 
 def test_what_is_known_is_not_asked_again(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -76,15 +76,15 @@ def test_the_frontier_is_of_flows_that_no_other_beats_in_both(tmp_path: Path):
 
 
 def test_speed_is_measured_and_the_engine_is_as_before(engine: Engine):
-    found = speedups(engine, ["dense", "quest:k=3"], 1024, rounds=2)
-    assert found.keys() == {"dense", "quest:k=3"}
+    found = speedups(engine, ["dense", "quest:topk_blocks=3"], 1024, rounds=2)
+    assert found.keys() == {"dense", "quest:topk_blocks=3"}
     assert min(rate for rate, _ in found.values()) > 0
     engine.check()
     assert engine.memory.pool.num_used == 0
 
 
 def test_an_explanation_counts_what_is_moved():
-    program = trace(FLOWS["block_topk"](k=13), 16, 64, 4)
+    program = trace(FLOWS["block_topk"](topk_blocks=13), 16, 64, 4)
     found = explain(program, 2 * 64, 16 * 1000)
     assert [(line.operator, line.group) for line in found.lines] == [
         ("Mean", None), ("Transpose", 0), ("GeMM", 1), ("Max", 1), ("topK", 2),
@@ -118,6 +118,6 @@ def test_the_page_names_every_operator_and_its_example_is_a_flow():
     table = page[page.index("## Operators") : page.index("There is no division")]
     named = set(re.findall(r"`(\w+)[`(]", "\n".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
     assert named - {"x"} == set(ops.__all__) - {"TopK"}
-    flow = parse_flow(f"{DOCS / 'my_flow.py'}:k=5,fine=0.25")
+    flow = parse_flow(f"{DOCS / 'my_flow.py'}:topk_blocks=5,fine=0.25")
     assert flow is not None
     assert trace(flow, 32, 64, 2).most == 8

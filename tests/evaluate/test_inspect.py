@@ -15,7 +15,7 @@ DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is 
 CASE = Case(
     prompt=f"note grey means 51 . {DOCUMENT} question : note of bell ? answer :",
     read=(DOCUMENT,),
-    policies=("naive", "sparsex:boundary=2", "transitive"),
+    policies=("naive", "sparsex:boundary_layers=2", "transitive"),
     max_tokens=2,
     repeats=1,
 )

@@ -31,7 +31,9 @@ def _read(engine: Engine) -> None:
     engine.generate([Request([Segment(DOCUMENT)], "full", SamplingParams(max_tokens=1))])
 
 
-@pytest.mark.parametrize("policy", [Full(), Naive(), SparseX(boundary=2), Transitive()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [Full(), Naive(), SparseX(boundary_layers=2), Transitive()], ids=lambda policy: policy.name
+)
 def test_recording_changes_nothing(engine: Engine, policy):
     recorded = Recorded(policy)
     plain, watched = ask(engine, policy), ask(engine, recorded)
@@ -41,7 +43,7 @@ def test_recording_changes_nothing(engine: Engine, policy):
 
 
 def test_what_is_recorded_is_what_was_computed(engine: Engine):
-    recorded = Recorded(SparseX(boundary=2), keep_cache=True, score_layers=True)
+    recorded = Recorded(SparseX(boundary_layers=2), keep_cache=True, score_layers=True)
     report = ask(engine, recorded).report
     record = recorded.record
     assert record.plan is not None

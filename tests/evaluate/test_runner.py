@@ -17,7 +17,7 @@ from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import Item, find_suites
 from kvgraft.testbed import MODEL_DIR
 
-POLICIES = ("full", "naive", "sparsex:topk=1.0,boundary=1")
+POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")
 SETTINGS = Settings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
 
 
@@ -164,7 +164,7 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
     results.write_tables(rows, tmp_path, "kvgraft eval ...")
     text = (tmp_path / "tables.md").read_text()
     assert "`kvgraft eval ...`" in text
-    assert "| sparsex:topk=1.0,boundary=1 |" in text
+    assert "| sparsex:recompute_share=1.0,boundary_layers=1 |" in text
     with (tmp_path / "by_pattern.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {line["group"] for line in lines} == {"alone", "tail"}

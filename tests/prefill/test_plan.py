@@ -80,12 +80,12 @@ def test_the_question_is_what_is_fresh_behind_the_last_graft():
 def test_heads_are_the_beginnings_of_what_moved_together():
     moved = [match(1, 5, source_start=11), match(6, 4, source_start=3), match(12, 6, source_start=0)]
     plan = Plan.for_prompt(20, 4, matches=moved)
-    assert positions(plan.heads(2)) == [1, 2, 6, 7, 12, 13]
-    assert positions(plan.heads(100)) == positions(plan.grafted)
-    assert positions(plan.heads(0)) == []
+    assert positions(plan.segment_starts(2)) == [1, 2, 6, 7, 12, 13]
+    assert positions(plan.segment_starts(100)) == positions(plan.grafted)
+    assert positions(plan.segment_starts(0)) == []
     together = Plan.for_prompt(20, 4, matches=[match(1, 4, source_start=3), match(5, 4, source_start=7)])
-    assert positions(together.heads(1)) == [1]  # two matches of one shift are one stretch
-    assert positions(Plan.batch([Plan.for_prompt(3, 4), plan]).heads(1)) == [4, 9, 15]
+    assert positions(together.segment_starts(1)) == [1]  # two matches of one shift are one stretch
+    assert positions(Plan.batch([Plan.for_prompt(3, 4), plan]).segment_starts(1)) == [4, 9, 15]
 
 
 def test_reaching_is_by_prompt():

@@ -225,7 +225,7 @@ def test_clean_context_takes_beginnings_only() -> None:
 
 def test_left_context() -> None:
     body, before = text(0, 320), text(1, 96)
-    library = Library(Similarity(tau=0.6, context=0.5))
+    library = Library(Similarity(tau=0.6, context_tau=0.5))
     library.read(np.concatenate((before, body)))
     same, other = (np.concatenate((part, edit(body, 0.01, 4))) for part in (before, text(2, 96)))
     near = [where.start for where, _, _ in library.index.propose(same, SCOPE) if 90 <= where.start < 130]
@@ -237,7 +237,7 @@ def test_anchors_begin_segments() -> None:
     anchor = [7001, 7002]
     parts = [np.concatenate((anchor, text(seed, length))) for seed, length in enumerate((90, 10, 90, 400))]
     tokens = np.concatenate(parts).astype(np.int32)
-    segments = Segmenter(Similarity(window=128), [anchor, [9999] * 5]).cut(tokens, SCOPE)
+    segments = Segmenter(Similarity(window_tokens=128), [anchor, [9999] * 5]).cut(tokens, SCOPE)
     spans = set(zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
     assert {(0, 92), (92, 196), (196, 452)} <= spans  # the second one was too short alone, the last is cut at 256
 
@@ -262,8 +262,15 @@ def test_prompts_too_short_for_a_segment() -> None:
 def test_options() -> None:
     assert parse_match("exact") is None
     assert parse_match("similar") == Similarity()
-    assert parse_match("similar:tau=0.6,window=64") == Similarity(tau=0.6, window=64)
-    for wrong in ("exact:tau=1", "close", "similar:tau=2", "similar:wide=1", "similar:window=3", "similar:min_run=0"):
+    assert parse_match("similar:tau=0.6,window_tokens=64") == Similarity(tau=0.6, window_tokens=64)
+    for wrong in (
+        "exact:tau=1",
+        "close",
+        "similar:tau=2",
+        "similar:wide=1",
+        "similar:window_tokens=3",
+        "similar:min_run_tokens=0",
+    ):
         with pytest.raises(ValueError, match=r"match|tau|window|min_run"):
             parse_match(wrong)
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {
 }
 OFF = {"reuse": "off"}
 NAIVE = {"policy": "naive"}
-EVERYTHING = {"policy": "sparsex", "topk": 1.0}  # recomputes every grafted token: the answer must be exact
+EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}  # recomputes every grafted token: the answer must be exact
 
 
 def words(number: int, seed: int) -> list[int]:

@@ -31,7 +31,7 @@ def main(model: str) -> None:
         max_num_batched_tokens=2048,
         block_size=32,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer_config(policy="sparsex:boundary=1,topk=0.1"),
+        kv_transfer_config=transfer_config(policy="sparsex:boundary_layers=1,recompute_share=0.1"),
     )
     random = np.random.default_rng(0)
     documents = np.array_split(random.integers(3, 150, TOKENS - 200), 20)

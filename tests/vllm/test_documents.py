@@ -21,13 +21,13 @@ from kvgraft.segments.prompt import Part, Segment
 DOCUMENTS = [words(9 * BLOCK, 1), words(6 * BLOCK, 2), words(8 * BLOCK, 3)]
 NUM_DOCUMENT_TOKENS = sum(map(len, DOCUMENTS))
 PROMPT = words(21, 4) + DOCUMENTS[2] + words(3, 5) + DOCUMENTS[0] + DOCUMENTS[1] + words(17, 6)
-EXACT = {"policy": "condense", "ratio": 1.0, "recomputed": "kept"}
-FEW = {"policy": "condense", "ratio": 0.25}
+EXACT = {"policy": "condense", "kept_share": 1.0, "recomputed": "kept"}
+FEW = {"policy": "condense", "kept_share": 0.25}
 SOME = [
     FEW,
-    {"policy": "samkv", "block": 8},
-    {"policy": "samkv", "block": 8, "ratio": 0.4, "bias": "off"},
-    {"policy": "condense", "hops": 2},
+    {"policy": "samkv", "block_tokens": 8},
+    {"policy": "samkv", "block_tokens": 8, "kept_share": 0.4, "bias": "off"},
+    {"policy": "condense", "hop_tokens": 2},
 ]
 
 

@@ -12,7 +12,7 @@ from hosts import Host
 OPENING, DOCUMENT = words(3 * BLOCK, 1), words(300, 2)
 GRAFTED = OPENING + words(40, 3) + DOCUMENT + words(50, 4)
 CONDENSED = words(70, 5) + DOCUMENT + words(90, 6)
-CONDENSE = {"policy": "condense", "ratio": 0.25}
+CONDENSE = {"policy": "condense", "kept_share": 0.25}
 NUM_EXACT = 4  # blocks of GRAFTED before the one in which the graft begins
 
 

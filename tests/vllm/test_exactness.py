@@ -17,9 +17,9 @@ from kvgraft.prefill.policies import POLICIES
 TOLERANCE = 1e-4  # keys and values of order 3 in float32
 RECOMPUTED = [
     EVERYTHING,
-    {"policy": "sparsex", "boundary": 0, "topk": 1.0},
-    {"policy": "sparsex", "boundary": 4},  # every layer is dense
-    {"policy": "sparsex", "boundary": 0, "topk": 0.0, "overflow_blocks": 99},
+    {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 1.0},
+    {"policy": "sparsex", "boundary_layers": 4},  # every layer is dense
+    {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.0, "overflow_blocks": 99},
     {"policy": "scattered"},
 ]
 DOCUMENT, OTHER = words(300, 1), words(200, 2)

@@ -166,7 +166,7 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
 
 def test_redknot_is_the_native_engines():
     for refused in (
-        lambda: served_policy("redknot:mass=0.2"),
+        lambda: served_policy("redknot:mass_share=0.2"),
         lambda: Settings.parse({"policy": "redknot"}),
         lambda: RequestOptions.parse({"policy": "redknot"}, RequestOptions(served_policy("naive"))),
     ):

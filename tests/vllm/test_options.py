@@ -24,7 +24,7 @@ from kvgraft.vllm.options import (
     served_policy,
 )
 
-POLICY = SparseX(boundary=3, topk=0.2)
+POLICY = SparseX(boundary_layers=3, recompute_share=0.2)
 DEFAULT = RequestOptions(POLICY)
 SHARES = st.floats(0, 1) | st.integers(0, 1)
 COUNTS = st.integers(0, 1000)
@@ -37,12 +37,15 @@ COUNTS = st.integers(0, 1000)
         ({"policy": "sparsex"}, POLICY),
         ({"policy": "naive"}, Naive()),
         ({"policy": "full"}, Full()),
-        ({"policy": "sparsex:boundary=1,topk=0.5"}, SparseX(boundary=1, topk=0.5)),
-        ({"policy": "sparsex:boundary=1", "topk": 0.5}, SparseX(boundary=1, topk=0.5)),
-        ({"topk": 0.7}, SparseX(boundary=3, topk=0.7)),
-        ({"policy": "sparsex", "topk": 0.7}, SparseX(boundary=3, topk=0.7)),
-        ({"topk": 1}, SparseX(boundary=3, topk=1)),
-        ({"boundary": 0.5, "tail_tokens": 8}, SparseX(boundary=0.5, topk=0.2, tail_tokens=8)),
+        ({"policy": "sparsex:boundary_layers=1,recompute_share=0.5"}, SparseX(boundary_layers=1, recompute_share=0.5)),
+        (
+            {"policy": "sparsex:boundary_layers=1", "recompute_share": 0.5},
+            SparseX(boundary_layers=1, recompute_share=0.5),
+        ),
+        ({"topk": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
+        ({"policy": "sparsex", "recompute_share": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
+        ({"topk": 1}, SparseX(boundary_layers=3, recompute_share=1)),
+        ({"boundary": 0.5, "tail_tokens": 8}, SparseX(boundary_share=0.5, recompute_share=0.2, tail_tokens=8)),
     ],
 )
 def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, Any], policy: Any):
@@ -86,14 +89,14 @@ def test_the_namespace_is_taken_as_it_is():
         ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=value"),
         ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has rows, reduction"),
         ({"policy": "naive:topk=1"}, "policy 'naive' has no option 'topk': it has none"),
-        ({"topk": 1.5}, "topk must be a share from 0 to 1, got 1.5"),
-        ({"topk": -0.1}, "topk must be a share from 0 to 1, got -0.1"),
-        ({"topk": float("nan")}, "topk must be a share from 0 to 1, got nan"),
-        ({"topk": "0.1"}, "topk must be a share from 0 to 1, got '0.1'"),
-        ({"topk": True}, "topk must be a share from 0 to 1, got True"),
-        ({"boundary": -1}, "boundary must be an integer of at least 0, got -1"),
-        ({"boundary": 1.5}, "boundary must be a share from 0 to 1, got 1.5"),
-        ({"boundary": None}, "boundary must be an integer of at least 0, got None"),
+        ({"topk": 1.5}, "recompute_share must be a share from 0 to 1, got 1.5"),
+        ({"topk": -0.1}, "recompute_share must be a share from 0 to 1, got -0.1"),
+        ({"topk": float("nan")}, "recompute_share must be a share from 0 to 1, got nan"),
+        ({"topk": "0.1"}, "recompute_share must be a share from 0 to 1, got '0.1'"),
+        ({"topk": True}, "recompute_share must be a share from 0 to 1, got True"),
+        ({"boundary": -1}, "boundary_layers must be an integer of at least 0, got -1"),
+        ({"boundary": 1.5}, "boundary_share must be a share from 0 to 1, got 1.5"),
+        ({"boundary": None}, "boundary_layers must be an integer of at least 0, got None"),
         ({"overflow_blocks": 0.5}, "overflow_blocks must be an integer of at least 0, got 0.5"),
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
         ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, match, namespace"),
@@ -217,10 +220,10 @@ def test_a_report_travels_as_plain_json():
 
 
 def test_policies_that_keep_documents_in_part_keep_a_known_number():
-    assert str(served_policy("samkv:ratio=0.2")).endswith("top_p=off")
+    assert str(served_policy("samkv:kept_share=0.2")).endswith("top_p=off")
     assert served_policy("condense") == Condense()
-    assert RequestOptions.parse({"policy": "samkv", "ratio": 0.2}, RequestOptions(Naive())).policy == SamKV(
-        ratio=0.2, top_p="off"
+    assert RequestOptions.parse({"policy": "samkv", "kept_share": 0.2}, RequestOptions(Naive())).policy == SamKV(
+        kept_share=0.2, top_p="off"
     )
     with pytest.raises(ValueError, match=r"vLLM must know beforehand how much is kept, as by samkv:.*top_p=off"):
         RequestOptions.parse({"policy": "samkv", "top_p": "on"}, RequestOptions(Naive()))

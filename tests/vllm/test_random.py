@@ -9,8 +9,8 @@ from engines import EVERYTHING, MAX_LENGTH, NAIVE, NUM_BLOCKS, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 
-EXACT: list[dict[str, Any]] = [OFF, EVERYTHING, {"policy": "sparsex", "boundary": 0, "topk": 1.0}]
-APPROXIMATE: list[dict[str, Any] | None] = [None, NAIVE, {"policy": "sparsex", "boundary": 1}]
+EXACT: list[dict[str, Any]] = [OFF, EVERYTHING, {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 1.0}]
+APPROXIMATE: list[dict[str, Any] | None] = [None, NAIVE, {"policy": "sparsex", "boundary_layers": 1}]
 SALTS = [None, None, "a", "b"]
 DOCUMENTS = [words(length, length) for length in (70, 110, 150, 230, 330, 400)]
 

@@ -12,7 +12,7 @@ from hosts import Host
 
 DOCUMENT = words(6 * BLOCK, 1)
 PROMPT = words(10, 2) + DOCUMENT + words(40, 3)
-CONDENSE = {"policy": "condense", "ratio": 0.5}
+CONDENSE = {"policy": "condense", "kept_share": 0.5}
 
 
 @dataclass

@@ -60,7 +60,7 @@ FAILURES = pytest.mark.parametrize(
     ("options", "prepare", "reason"),
     [
         (NAIVE, spoil_values, "non_finite"),
-        ({"policy": "sparsex", "boundary": 1}, spoil_values, "non_finite"),
+        ({"policy": "sparsex", "boundary_layers": 1}, spoil_values, "non_finite"),
         ({"policy": "failing"}, raise_in_policy, "error"),
         ({"policy": "forgetful"}, raise_in_policy, "error"),
     ],

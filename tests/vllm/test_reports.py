@@ -64,7 +64,7 @@ def test_shares_and_stages(host: Host):
     prompt = words(20, 3) + DOCUMENT
     naive, sparsex, everything = (
         host.ask(Ask(prompt, options))[0].report
-        for options in (NAIVE, {"policy": "sparsex", "boundary": 1}, EVERYTHING)
+        for options in (NAIVE, {"policy": "sparsex", "boundary_layers": 1}, EVERYTHING)
     )
     fresh = 320 - 288
     assert naive["computed_share"] == fresh / 320
@@ -132,7 +132,7 @@ def test_metrics_add_up_to_the_reports(host: Host):
     host.stats.reset()
     prompts = [words(20, seed) + DOCUMENT + words(seed, 9) for seed in range(3, 6)]
     prompts += [OPENING + DOCUMENT, OPENING + words(50, 10), words(20, 11), words(30, 12) + DOCUMENT]
-    options = [NAIVE, EVERYTHING, {"policy": "sparsex", "boundary": 1}, NAIVE, NAIVE, NAIVE, OFF]
+    options = [NAIVE, EVERYTHING, {"policy": "sparsex", "boundary_layers": 1}, NAIVE, NAIVE, NAIVE, OFF]
     answers = host.ask(*[Ask(prompt, option) for prompt, option in zip(prompts, options, strict=True)])
     host.settle()
     reports = [answer.report for answer in answers]
@@ -185,7 +185,9 @@ def stopping(host: Host, ask: Ask) -> dict[str, Any]:
     return {"stop": [f"w{answer.tokens[len(answer.tokens) // 2]}"], "detokenize": True}
 
 
-@pytest.mark.parametrize("options", [NAIVE, OFF, {"policy": "failing"}, {"policy": "condense", "ratio": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [NAIVE, OFF, {"policy": "failing"}, {"policy": "condense", "kept_share": 0.5}], ids=str
+)
 @pytest.mark.parametrize("num_document_blocks", [4, 9])
 def test_the_report_goes_ahead_of_a_stop_string(
     host: Host, front_end: StoppedReports, options: dict[str, Any], num_document_blocks: int

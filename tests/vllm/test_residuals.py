@@ -15,8 +15,8 @@ EXITS = (1, 2)
 SHARED, OTHERS = words(12 * BLOCK, 1), words(12 * BLOCK, 2)
 DOCUMENTS = [words(9 * BLOCK, 3), words(6 * BLOCK, 4), words(8 * BLOCK, 5)]
 PROMPT = words(21, 6) + DOCUMENTS[2] + words(3, 7) + DOCUMENTS[0] + DOCUMENTS[1] + words(17, 8)
-CONDENSE = {"policy": "condense", "ratio": 0.25}
-GRAFT = {"policy": "sparsex", "boundary": 2, "shallow": "fresh", "topk": 0.0}
+CONDENSE = {"policy": "condense", "kept_share": 0.25}
+GRAFT = {"policy": "sparsex", "boundary_layers": 2, "shallow": "fresh", "recompute_share": 0.0}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from engines import BLOCK, EVERYTHING, MAX_LENGTH, NUM_BLOCKS, OFF, STEP_TOKENS,
 from hosts import Host
 from processes import HostProcess
 
-ALL_LAYERS = {"policy": "sparsex", "boundary": 4}
+ALL_LAYERS = {"policy": "sparsex", "boundary_layers": 4}
 
 
 class Spy:

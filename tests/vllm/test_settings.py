@@ -16,7 +16,7 @@ def test_nothing_given_is_the_default():
 
 def test_what_is_given_is_taken():
     said = {
-        "policy": "sparsex:boundary=2,topk=0.3",
+        "policy": "sparsex:boundary_layers=2,recompute_share=0.3",
         "approximate_sources": True,
         "require_clean_context": True,
         "watermark": 1,
@@ -36,7 +36,7 @@ def test_what_is_given_is_taken():
             "no KVGraft setting 'polcy': allowed are policy, match, exits, approximate_sources",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
-        ({"policy": "sparsex:topk=2"}, "topk must be a share from 0 to 1, got 2"),
+        ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
         ({"policy": None}, "policy must be a string, got None"),
         ({"policy": 3}, "policy must be a string, got 3"),

@@ -19,14 +19,14 @@ from kvgraft.testbed.tasks import read
 
 pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
-EVERYTHING = {"policy": "sparsex", "topk": 1.0}
+EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}
 SETTINGS: dict[str, Any] = {"match": "similar:tau=0.4", "exits": [2, 3]}
 POLICIES = [
-    {"policy": "similar:layers=3"},
-    {"policy": "similar:layers=3,probe=0"},
-    {"policy": "similar:layers=3,halo=2,max_kl=0.0"},
-    {"policy": "sparsex:boundary=2,shallow=fresh"},
-    {"policy": "similar:layers=5"},
+    {"policy": "similar:reused_layers=3"},
+    {"policy": "similar:reused_layers=3,probe_tokens=0"},
+    {"policy": "similar:reused_layers=3,halo_tokens=2,max_kl=0.0"},
+    {"policy": "sparsex:boundary_layers=2,shallow=fresh"},
+    {"policy": "similar:reused_layers=5"},
 ]
 OFF = {"reuse": "off"}
 

@@ -49,12 +49,15 @@ def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
 
 @pytest.mark.parametrize("flow", ["quest", "opus_coarse_fine", "streaming"])
 def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProcess, flow: str):
-    said = run(model, f"{flow}:k=64,layers_skip=none", MIXED, everything=True)
+    said = run(model, f"{flow}:topk_blocks=64,layers_skip=none", MIXED, everything=True)
     assert said["tokens"][0] == [answer.tokens for answer in plain.ask(*MIXED)]
     assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
 
 
-@pytest.mark.parametrize("flow", ["block_topk:k=3", "double_sparse:k=2,layers_skip=0+2", f"{MINE}:k=2,fine=1.5"])
+@pytest.mark.parametrize(
+    "flow",
+    ["block_topk:topk_blocks=3", "double_sparse:topk_blocks=2,layers_skip=0+2", f"{MINE}:topk_blocks=2,fine=1.5"],
+)
 def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
     said = run(model, flow, MIXED)
     assert said["tokens"][0] == natively(native, flow, MIXED)
@@ -64,7 +67,7 @@ def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, pla
 
 def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: Path, native: Engine):
     """Blocks are written by recoveries out of order, evicted, preempted, shared: caches follow."""
-    flow, text = "quest:k=3", words(15 * BLOCK, 1)
+    flow, text = "quest:topk_blocks=3", words(15 * BLOCK, 1)
     read = Ask(text, max_tokens=1)
     exact = Ask(words(70, 2) + text + words(60, 3), EVERYTHING, max_tokens=24)
     shared = Ask(words(70, 2) + text + words(90, 4), EVERYTHING, max_tokens=24)
@@ -80,7 +83,7 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: 
 def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
     prompt = words(10 * BLOCK, 1)
     first = Ask(prompt, max_tokens=5 * BLOCK)
-    for flow, cached in ("streaming:k=1", 10 * BLOCK), ("streaming:k=40", 14 * BLOCK):
+    for flow, cached in ("streaming:topk_blocks=1", 10 * BLOCK), ("streaming:topk_blocks=40", 14 * BLOCK):
         answer = run(model, flow, [first])["tokens"][0][0]
         said = run(model, flow, [first], [Ask(prompt + answer, max_tokens=1)])
         assert said["cached"][1] == [cached]
@@ -88,10 +91,12 @@ def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
 
 
 def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: Engine):
-    said = run(model, "h2o:k=3", MIXED, MIXED, reuse=False)
-    assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:k=3", MIXED)
+    said = run(model, "h2o:topk_blocks=3", MIXED, MIXED, reuse=False)
+    assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:topk_blocks=3", MIXED)
     crowd = [Ask(words(300, seed), max_tokens=150) for seed in range(6)]  # 15 blocks each at the end, of 60
-    said = run(model, "h2o:k=11", crowd, reuse=False, settings={"num_gpu_blocks_override": 61, "max_model_len": 1024})
+    said = run(
+        model, "h2o:topk_blocks=11", crowd, reuse=False, settings={"num_gpu_blocks_override": 61, "max_model_len": 1024}
+    )
     assert said["preempted"] > 0
     assert said["tokens"][0] == natively(native, "dense", crowd)  # nothing is left out, whatever was lost
 
@@ -116,13 +121,15 @@ def test_what_cannot_be_right_is_refused(model: Path, flow: str, changes: dict[s
 
 
 def test_the_flag_names_the_flow_to_every_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert parse([str(model), "--flow", "quest:k=9"]).additional_config == {FLOW: "quest:k=9"}
+    assert parse([str(model), "--flow", "quest:topk_blocks=9"]).additional_config == {FLOW: "quest:topk_blocks=9"}
     plain = parse([str(model), "--no-kvgraft", "--no-enable-prefix-caching", "--flow", "h2o"])
     assert (plain.additional_config, plain.worker_cls, plain.kv_transfer_config) == ({FLOW: "h2o"}, WORKER_CLASS, None)
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(
         "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
     )
-    assert parse([str(model), "--flow", "mine.py:mine:k=2"]).additional_config == {FLOW: f"{tmp_path}/mine.py:mine:k=2"}
+    assert parse([str(model), "--flow", "mine.py:mine:topk_blocks=2"]).additional_config == {
+        FLOW: f"{tmp_path}/mine.py:mine:topk_blocks=2"
+    }
     with pytest.raises(ValueError, match="unknown flow 'guess': choose from block_topk"):
         parse([str(model), "--flow", "guess"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
-NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "topk": 1.0}, {"reuse": "off"}
+NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "recompute_share": 1.0}, {"reuse": "off"}
 SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
 KNOWN = np.random.default_rng(1).integers(10, 470, 600).tolist()
 MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
@@ -74,7 +74,7 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
     with StoreDirectory(tmp_path / "store") as stored:
         assert sum(len(row.record.chunk.tokens) for row in stored.list()) == 608  # with the answer
     edited = [(token + 1) % 470 if place % 30 == 29 else token for place, token in enumerate(MOVED)]
-    options = [{"policy": "similar:layers=3,probe=0"}, EVERYTHING, OFF]
+    options = [{"policy": "similar:reused_layers=3,probe_tokens=0"}, EVERYTHING, OFF]
     similar, moved, known = run([edited, MOVED, KNOWN], options, [], **settings)
     assert similar[0]["report"]["grafted_tokens"] > 450
     assert moved[0]["report"]["grafted_tokens"] >= 544

@@ -16,9 +16,9 @@ from kvgraft.testbed.scenarios import make_scenarios
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 POLICIES = {
-    "sparse": {"policy": "sparsex", "boundary": 1, "topk": 0.1},
-    "projected": {"policy": "sparsex", "boundary": 0, "topk": 0.1},  # scores from queries alone
-    "everything": {"policy": "sparsex", "boundary": 1, "topk": 1.0},
+    "sparse": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1},
+    "projected": {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.1},  # scores from queries alone
+    "everything": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 1.0},
     "naive": {"policy": "naive"},
     "off": {"reuse": "off"},
 }

@@ -83,7 +83,9 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     model: ModelOption = MODEL_DIR,
-    policy: Annotated[str, typer.Option(help="transitive, sparsex:topk=0.2,boundary=1, full, ...")] = DEFAULT_POLICY,
+    policy: Annotated[
+        str, typer.Option(help="transitive, sparsex:recompute_share=0.2,boundary_layers=1, full, ...")
+    ] = DEFAULT_POLICY,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,

@@ -22,7 +22,9 @@ from kvgraft.testbed import MODEL_DIR
 
 flows_app = typer.Typer(name="flow", help="Sparse decode attention as programs: docs/flows.md.", no_args_is_help=True)
 app.add_typer(flows_app)
-FlowArgument = Annotated[str, typer.Argument(metavar="FLOW", help="quest, quest:k=64, my.py, my.py:name:k=64")]
+FlowArgument = Annotated[
+    str, typer.Argument(metavar="FLOW", help="quest, quest:topk_blocks=64, my.py, my.py:name:topk_blocks=64")
+]
 BlockOption = Annotated[int, typer.Option(help="Tokens of a block: of a page of the host.")]
 
 

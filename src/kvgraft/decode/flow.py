@@ -52,7 +52,7 @@ class Flow(ABC):
 
     Attributes:
         name: what users call it.
-        k: blocks that it chooses, for each KV head.
+        topk_blocks: that it chooses, for each KV head.
         layers_skip: layers that attend to everything; also a layer, or "none".
 
     Raises:
@@ -63,7 +63,7 @@ class Flow(ABC):
     FIRST: ClassVar[int] = 1
     LAST: ClassVar[int] = 2
 
-    k: int = 29
+    topk_blocks: int = 29
     layers_skip: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Flow(ABC):
         if not isinstance(layers, tuple) or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
             raise ValueError(f"layers_skip must be layers, such as 0 or 0+1, or none, got {given!r}")
         object.__setattr__(self, "layers_skip", layers)
-        require_at_least("k", self.k, 1)
+        require_at_least("topk_blocks", self.topk_blocks, 1)
 
     def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
         """Names of the flow's own caches, and the shape of what each holds for a block."""

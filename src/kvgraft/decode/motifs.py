@@ -97,7 +97,7 @@ class Scored(Flow):
             c[name] = CFill(c[name])
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
-        return topK(self.score(q, c), self.k)
+        return topK(self.score(q, c), self.topk_blocks)
 
     @abstractmethod
     def score(self, q: Value, c: Caches) -> Value:

@@ -10,8 +10,8 @@ import torch
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.decoder import DTYPES, Decoder, check_device
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
-from kvgraft.engine.known import Known
 from kvgraft.engine.layers import NativeLayers
+from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
@@ -20,8 +20,8 @@ from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
-from kvgraft.engine.tiers import Tiers
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount
@@ -29,10 +29,14 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.reuse.index import ReuseIndex, wants_similar
+from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS, Similarity
 from kvgraft.segments.store import StoreOptions
+
+MAKE_SIMILAR = "make the engine with match='similar'"
 
 
 class Engine:
@@ -48,8 +52,8 @@ class Engine:
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
         policies: others that requests may name; what they need (`match`, `exits`) is kept from the start.
-        flow: likewise, how decode steps attend (`quest`, `quest:k=64`, `my.py`, a `Flow`); None is dense. The caches of
-            a flow come on top of the KV pool.
+        flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense.
+            The caches of a flow come on top of the KV pool.
         max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
         head_map: classes of the KV heads, for policies that work head by head: a map, or the path of one; None takes
             `heads.json` of the model directory, if there is one (`kvgraft profile-heads` makes it).
@@ -57,7 +61,7 @@ class Engine:
             sparser model that the map describes.
         match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
             the policies want.
-        exits: layers, numbers or shares of all, of which the residual stream that enters them is kept beside keys and
+        exits: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
@@ -94,7 +98,7 @@ class Engine:
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
         match: str | Similarity | None = None,
-        exits: Items[int | float] = (),
+        exits: Items[int] = (),
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         anchors: Items[str] = (),
@@ -138,11 +142,16 @@ class Engine:
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
-        known = Known(pool, layout, approximate_sources, require_clean_context, *cuts)
-        tiers = None if store is None else Tiers.open(store, pool, cache, known, *cuts)
-        self.store = None if tiers is None else tiers.store
-        self.memory = Memory(pool, cache, self.frozen, known, chunk, tiers)
+        self.index = ReuseIndex(
+            pool,
+            approximate_sources=approximate_sources,
+            require_clean_context=require_clean_context,
+            similarity=similarity,
+            anchors=anchor_ids(self.tokenizer, anchors or ANCHORS),
+        )
+        tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
+        self.store = None if tier is None else tier.store
+        self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index), chunk, tier)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
@@ -239,8 +248,8 @@ class Engine:
         result = self.generate([reading])[0]
         if result.error:
             raise RequestError(result.error)
-        pages = self.memory.known.find_prefix(self.token_ids(request), self._scope(request.namespace))
-        return self.frozen.insert(name, request.namespace, self.memory.known.payload(pages))
+        pages = self.memory.lookup.find_prefix(self.token_ids(request), self._scope(request.namespace))
+        return self.frozen.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
     def read_documents(self, prompt: Request | str) -> int:
         """Read the segments of a prompt on their own, if its policy keeps a part of them, as a request does with those
@@ -260,7 +269,7 @@ class Engine:
         """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
         self.library.store.clear()
         self.memory.pool.clear()
-        self.memory.known.index.discard_stale()
+        self.index.segments.blocks.discard_stale()
 
     def check(self) -> None:
         """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
@@ -278,8 +287,8 @@ class Engine:
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.report.fallback is not None:
-                self.memory.note_fallback(sequence, sequence.report.fallback)
+            if sequence.given_up is not None:
+                self.memory.note_fallback(sequence, sequence.given_up)
         self.scheduler.waiting.extend(sequences)
 
     def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
@@ -306,7 +315,7 @@ class Engine:
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
             self.memory.cache.require_residuals(policy.exits(self.config.num_layers))
-            similar = self.memory.known.matches_similar(request.match)
+            similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1
             if not 0 <= request.decoded_tail <= most:
@@ -317,7 +326,7 @@ class Engine:
         tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
         start = len(tokens) - request.decoded_tail
         sampler, tail = Sampler(request.sampling), deque(tokens[start:])
-        sequence = Sequence(index, request, policy, tokens[:start], scope, sampler, text, flow, forced=tail)
+        sequence = Sequence(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
         sequence.matches_similar = similar
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful

@@ -6,17 +6,17 @@ from collections import Counter
 
 import numpy as np
 
-from kvgraft.engine.known import Known, Reuse
+from kvgraft.engine.lookup import CacheLookup, Reuse
 from kvgraft.engine.sequence import Sequence
-from kvgraft.engine.tiers import Tiers
+from kvgraft.engine.store_tier import StoreTier
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.offer import NEVER
 from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
-NEVER = 1 << 62  # a position behind every token
 NOTHING = Reuse({}, [], [])
 
 
@@ -25,7 +25,7 @@ class Memory:
 
     Args:
         chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
-        tiers: where content lies that left the pool.
+        store: where content lies that left the pool.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class Memory:
         pool: PagePool,
         cache: KVCache,
         frozen: FrozenPool,
-        known: Known,
+        lookup: CacheLookup,
         chunk: int,
-        tiers: Tiers | None = None,
+        store: StoreTier | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
         self.chunk = chunk
-        self.known = known
-        self.tiers = tiers
+        self.lookup = lookup
+        self.store = store
         self.fallbacks: Counter[str] = Counter()
         self._pinned: dict[Sequence, list[int]] = {}  # graft sources, from the match to the copy
 
@@ -59,7 +59,7 @@ class Memory:
         reuse = NOTHING if sequence.documents else self._find(sequence)
         fits = self._pin(sequence, reuse)
         if not fits and idle and reuse.matches:
-            reuse = self.known.find(sequence, grafts=False)
+            reuse = self.lookup.find(sequence, grafts=False)
             self.note_fallback(sequence, "pool_pressure")
             fits = self._pin(sequence, reuse)
         if not fits and idle:
@@ -75,9 +75,9 @@ class Memory:
 
     def offer(self, sequence: Sequence, *, ended: bool = False) -> None:
         """Let others reuse what the sequence has computed."""
-        self.known.offer(sequence)
-        if self.tiers is not None:
-            self.tiers.keep(sequence, ended=ended)
+        self.lookup.offer(sequence)
+        if self.store is not None:
+            self.store.keep(sequence, ended=ended)
 
     def adopt(self, sequence: Sequence) -> None:
         """Reserve pages for a sequence whose prompt was computed elsewhere.
@@ -129,24 +129,24 @@ class Memory:
 
     def drop_grafts(self, sequence: Sequence, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
-        sequence.first_approximate = NEVER
-        self._set_plan(sequence, sequence.admitted_plan.without_grafts())
+        sequence.offer.first_approximate = NEVER
         self.note_fallback(sequence, reason)
+        sequence.set_plan(sequence.admitted_plan.without_grafts())
 
     def release(self, sequence: Sequence) -> None:
         """Give all its pages back; it may be admitted again."""
         self.unpin_sources(sequence)
         if sequence.lists is not None:
             self.pool.release(sequence.lists.held)
-        sequence.lists, sequence.num_computed, sequence.num_offered, sequence.last_entry = None, 0, 0, -1
-        sequence.num_indexed = sequence.num_stored = 0
+        sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
+        sequence.offer.restart()
 
     def _find(self, sequence: Sequence) -> Reuse:
         """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
-        reuse = self.known.find(sequence, sequence.policy.uses_grafts)
+        reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
-        if self.tiers is not None and spare > 0 and self.tiers.restore(sequence, reuse, spare):
-            reuse = self.known.find(sequence, sequence.policy.uses_grafts)
+        if self.store is not None and spare > 0 and self.store.restore(sequence, reuse, spare):
+            reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         return reuse
 
     def _num_missing(self, sequence: Sequence, reuse: Reuse) -> int:
@@ -168,7 +168,7 @@ class Memory:
         """Hold what the sequence reuses if all that is missing can be free then; sheds frozen pages of its own."""
         pages = {int(page) for match in reuse.matches for page in match.pages}
         owners = np.array([*pages, *(reuse.hits[block] for block in reuse.copied)], np.int64)
-        local = self.known.local_pages.of(owners)
+        local = self.lookup.local_pages.of(owners)
         sources = sorted(pages | set(local[local >= 0].tolist()))
         held = [*reuse.hits.values(), *sources]
         namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
@@ -193,25 +193,19 @@ class Memory:
         copied = np.array(reuse.copied, np.int64)
         if layout.num_local_lists and copied.size:  # a local page belongs to one sequence, which gives it back
             lists.add_local(self.pool, copied)
-            source = self.known.local_pages.of(lists.pages[0, copied])
+            source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
-        sequence.first_approximate = reuse.matches[0].start if reuse.matches else NEVER
+        sequence.offer.first_approximate = reuse.matches[0].start if reuse.matches else NEVER
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
             plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches)
-        self._set_plan(sequence, plan)
+        sequence.set_plan(plan)
         return lists
-
-    def _set_plan(self, sequence: Sequence, plan: Plan) -> None:
-        sequence.plan = plan
-        sequence.report.prefix_tokens = int(plan.prefix.sum())
-        sequence.report.grafted_tokens = int(plan.grafted.sum())
-        sequence.report.fresh_tokens = int(plan.fresh.sum())
 
     def note_fallback(self, sequence: Sequence, reason: str) -> None:
         """The sequence is computed in full, and why."""
-        sequence.report.fallback = reason
+        sequence.given_up = reason
         self.fallbacks[reason] += 1
         logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

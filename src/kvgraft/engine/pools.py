@@ -9,7 +9,6 @@ from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
-from kvgraft.methods import count_layers
 from kvgraft.prefill.context import Policy
 from kvgraft.segments.segmentation import Similarity, parse_match
 
@@ -69,10 +68,10 @@ def make_pool(
 
 
 def needs(
-    policies: Sequence[Policy], exits: Sequence[int | float], match: str | Similarity | None, num_layers: int
+    policies: Sequence[Policy], exits: Sequence[int], match: str | Similarity | None, num_layers: int
 ) -> tuple[set[int], Similarity | None]:
     """What is to be kept for these policies, beside what was asked for: exit layers, and what near-duplicates are."""
-    layers = {count_layers(layer, num_layers) for layer in exits}
+    layers = set(exits)
     layers.update(layer for policy in policies for layer in policy.exits(num_layers))
     usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"
     return layers, match if isinstance(match, Similarity) else parse_match(match or usual)

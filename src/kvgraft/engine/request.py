@@ -29,8 +29,8 @@ class Request:
         namespace: isolation key; content cached under another one is never found.
         remember: False leaves nothing of this request behind for later ones to reuse.
         return_logits: keep the float32 logits of the first token in the result.
-        flow: how decode steps attend: `quest`, `quest:k=64`, `my.py`, or a `Flow`; `dense` to all; None is the
-            engine's own.
+        flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`; `dense` to all; None is
+            the engine's own.
         match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
         decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
             under the flow.
@@ -57,7 +57,6 @@ class Report(PrefillReport):
             those in FFNs, the others are in attention and its projections.
         kv_bytes: most memory that keys and values of the prompt took at a time, room for the answer included.
         counts: what was counted, such as `promoted_heads`.
-        fallback: why grafts that were found were not used, or None.
     """
 
     ttft_s: float = 0.0
@@ -65,7 +64,6 @@ class Report(PrefillReport):
     ffn_flops: int = 0
     kv_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    fallback: str | None = None
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Scheduler:
         plan = Plan.batch(plans)
         tokens = torch.cat([torch.from_numpy(s.prompt[: p.num_tokens]) for s, p in zip(sequences, plans, strict=True)])
         slots = [sequence.pages.slots for sequence in sequences]
-        sources = self.memory.known.source_slots(plan)
+        sources = self.memory.lookup.source_slots(plan)
         ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
         hidden = recover(ctx)
         recomputed = hidden.where & plan.grafted

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +17,7 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
-
-_sources = count()
+from kvgraft.reuse.offer import Offer
 
 
 @dataclass(eq=False)
@@ -28,8 +26,7 @@ class Sequence:
 
     Attributes:
         tokens: prompt and generated token ids.
-        scope: digest that isolates everything it may reuse or leave behind (model and namespace).
-        source: number of this token sequence as a source of segments.
+        offer: what it leaves behind for others.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
         flow: how its decode steps attend; None is dense.
         shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
@@ -39,18 +36,16 @@ class Sequence:
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
             together there, so that token t of the answer lies at t - num_dropped.
         plan: how its prompt is obtained.
+        given_up: why what is known of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
-        first_approximate: position from which its KV may differ from full recomputation.
-        num_offered: leading blocks already offered for reuse; `last_entry` is the virtual block of the last of them.
-        num_stored: leading blocks that tiers below the pool were offered.
     """
 
     index: int
     request: Request
     policy: Policy
     tokens: list[int]
-    scope: bytes
+    offer: Offer
     sampler: Sampler
     text: IncrementalText
     flow: Flow | None = None
@@ -59,18 +54,14 @@ class Sequence:
     forced: deque[int] = field(default_factory=deque)
     documents: tuple[range, ...] = ()
     num_dropped: int = 0
-    source: int = field(default_factory=_sources.__next__)
     report: Report = field(default_factory=Report)
     submitted_at: float = field(default_factory=time.perf_counter)
     events: deque[Event] = field(default_factory=deque)
     lists: PageLists | None = None
     plan: Plan | None = None
+    given_up: str | None = None
     num_indexed: int = 0
     num_computed: int = 0
-    first_approximate: int = 0
-    num_offered: int = 0
-    last_entry: int = -1
-    num_stored: int = 0
     first_logits: Tensor | None = None
     done: bool = False
 
@@ -78,6 +69,11 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt + len(self.forced)
         self.report.policy = self.policy.name
+
+    @property
+    def scope(self) -> bytes:
+        """Digest that isolates everything it may reuse or leave behind (model and namespace)."""
+        return self.offer.scope
 
     @property
     def prompt(self) -> np.ndarray:
@@ -98,6 +94,19 @@ class Sequence:
             raise ValueError("the sequence has not been admitted yet")
         return self.plan
 
+    def exact_blocks(self, count: int) -> np.ndarray:
+        """Which of its first blocks hold exact KV, bool [count]: those before the first graft and exact hits behind."""
+        size = self.admitted_plan.block_size
+        return self.offer.exact_blocks(count, size, self.admitted_plan.prefix[::size].numpy())
+
+    def set_plan(self, plan: Plan) -> None:
+        """Take a plan, and report what it means for the prompt."""
+        self.plan, report = plan, self.report
+        report.prefix_tokens = int(plan.prefix.sum())
+        report.grafted_tokens = int(plan.grafted.sum())
+        report.fresh_tokens = int(plan.fresh.sum())
+        report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))
+
     @property
     def num_reserved(self) -> int:
         """Places for KV that it may ever need; the last generated token's is never needed."""
@@ -116,9 +125,9 @@ class Sequence:
         last = self.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
         if layout.num_local_lists:
-            self.report.fallback = "head_paging"
+            self.given_up = "head_paging"
         elif not documents:
-            self.report.fallback = "no_documents"
+            self.given_up = "no_documents"
         else:
             self.documents = documents
             lengths = [len(span) for span in documents]

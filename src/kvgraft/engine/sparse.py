@@ -77,7 +77,7 @@ class SparseDecode:
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
                 found.setdefault(flow, []).append(number)
-                sequence.first_approximate = min(sequence.first_approximate, sequence.num_computed)
+                sequence.offer.first_approximate = min(sequence.offer.first_approximate, sequence.num_computed)
         for flow in found.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
             self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}

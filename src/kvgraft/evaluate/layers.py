@@ -92,7 +92,9 @@ def render(found: Survey) -> RenderableType:
         table.add_column(name, justify="right" if name.isdigit() else "left", overflow="fold")
     for (signal, layout), shares in found.found.items():
         table.add_row(signal, layout, *(f"{share:.0%}" for share in shares))
-    return Group(table, Text(f"attention finds the needle from layer {found.probe} on: transitive:probe={found.probe}"))
+    return Group(
+        table, Text(f"attention finds the needle from layer {found.probe} on: transitive:probe_layers={found.probe}")
+    )
 
 
 def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list[Finding]:

@@ -97,6 +97,10 @@ class PagePool:
         """The page that holds exactly this prefix block, if any."""
         return self._page_by_hash.get(chain_hash)
 
+    def versions_of(self, pages: Sequence[int]) -> np.ndarray:
+        """int64 [n]: version of the content of each page."""
+        return self.versions[pages]
+
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
         """Whether each page still holds the content it had at that version. bool, same shape."""
         return self.versions[pages] == versions

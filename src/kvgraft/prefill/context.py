@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvgraft.kv.heads import HeadMap
+from kvgraft.methods import layers_share
 from kvgraft.prefill.plan import Plan
 
 Reduction = Literal["sum", "max"]
@@ -149,8 +150,9 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         """`name:option=value,...`, which `parse_policy` reads."""
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        options = ",".join(f"{name}={value}" for name, value in given if value is not None)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        unused = {layers_share(name) for name, value in given.items() if name.endswith("_layers") and value is not None}
+        options = ",".join(f"{n}={value}" for n, value in given.items() if value is not None and n not in unused)
         return f"{self.name}:{options}" if options else self.name
 
     def exits(self, num_layers: int) -> tuple[int, ...]:

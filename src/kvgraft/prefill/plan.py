@@ -192,7 +192,7 @@ class Plan:
                 chosen[prompt.start + first : prompt.start + spans[-2].stop] = True
         return chosen
 
-    def heads(self, tokens: int) -> Tensor:
+    def segment_starts(self, tokens: int) -> Tensor:
         """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one)."""
         before, _ = self._places
         return self._at(self.graft_targets[before < tokens])
@@ -206,7 +206,7 @@ class Plan:
     def segments(self) -> Tensor:
         """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1 of others."""
         numbers = torch.full((self.num_tokens,), -1)
-        numbers[self.graft_targets] = self._segment_starts.cumsum(0) - 1
+        numbers[self.graft_targets] = self._starts_segment.cumsum(0) - 1
         return numbers
 
     def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Plan:
         return self._top(scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among)
 
     @cached_property
-    def _segment_starts(self) -> Tensor:
+    def _starts_segment(self) -> Tensor:
         """bool [g]: grafted tokens that begin a segment."""
         starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
         starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
@@ -228,8 +228,8 @@ class Plan:
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
         """How many tokens of its segment stand before and behind each grafted token, int64 [g] each."""
-        segment = self._segment_starts.cumsum(0) - 1
-        first, counts = self._segment_starts.nonzero()[:, 0], segment.bincount()
+        segment = self._starts_segment.cumsum(0) - 1
+        first, counts = self._starts_segment.nonzero()[:, 0], segment.bincount()
         before = torch.arange(segment.numel()) - first[segment]
         return before, counts[segment] - 1 - before
 

@@ -1,6 +1,46 @@
-"""What every host tells about one prompt."""
+"""What every host tells about one prompt: where its tokens came from, what happened to it, and why."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """What became of a prompt."""
+
+    GRAFTED = "grafted"  # known text was grafted, beside whatever was an exact prefix
+    PREFIX_ONLY = "prefix_only"  # nothing was grafted; exact prefix hits were used
+    MISS = "miss"  # nothing was known
+    OFF = "off"  # it was not to be grafted, or could not be
+    FALLBACK = "fallback"  # known text was found, and given up: everything that is no exact hit was computed
+
+
+FALLBACKS = {  # reasons why known text was given up
+    "pool_pressure": "its sources and its own blocks did not fit into the pool together, and nothing else ran",
+    "non_finite": "its hidden states or logits came out non-finite",
+    "error": "its recovery failed; the log has the traceback",
+    "no_documents": "its policy keeps a part of documents, and there are none",
+    "head_paging": "its policy keeps a part of documents, which local heads would have given back",
+}
+REFUSALS = {  # reasons why it was not to be grafted, or could not be
+    "off": "it said so (reuse: off)",
+    "policy_full": "its policy is full",
+    "control": "it is an operation on frozen segments",
+    "invalid_params": "its kv_transfer_params could not be read",
+    "residual_stream": "the residual stream of a layer that its policy needs is not kept: --kvgraft-residual-layers",
+    "tensor_parallel": "its policy needs all heads or all logits on one rank",
+    "repetition_penalty": "its policy keeps a part of the prompt, and the penalty needs all of it",
+    "lora": "it uses a LoRA adapter",
+    "multimodal": "it has images, audio or video",
+    "prompt_embeds": "it brings embeddings",
+    "prompt_logprobs": "it asks for logprobs of its prompt",
+    "pooling": "it is a pooling request",
+    "streaming_session": "it is a streaming session",
+}
+MISSES = {  # reasons why nothing could be grafted
+    "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
+    "too_little_known": "too few of its tokens are known to make what follows them approximate",
+}
+REASONS = FALLBACKS | REFUSALS | MISSES
 
 
 @dataclass
@@ -8,6 +48,7 @@ class PrefillReport:
     """Where the tokens of a prompt came from and where its time went.
 
     Attributes:
+        outcome: what became of it, an `Outcome`; `reason` is why nothing was grafted, one of REASONS, or None.
         prompt_tokens: prefix + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
         grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
@@ -17,6 +58,8 @@ class PrefillReport:
     """
 
     policy: str = ""
+    outcome: str = ""
+    reason: str | None = None
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     grafted_tokens: int = 0
@@ -24,3 +67,20 @@ class PrefillReport:
     fresh_tokens: int = 0
     computed_share: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
+
+    def conclude(self, reason: str | None) -> None:
+        """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""
+        self.reason = None if self.grafted_tokens else reason
+        if self.grafted_tokens:
+            self.outcome = Outcome.GRAFTED
+        elif reason in FALLBACKS:
+            self.outcome = Outcome.FALLBACK
+        elif reason in REFUSALS:
+            self.outcome = Outcome.OFF
+        else:
+            self.outcome = Outcome.PREFIX_ONLY if self.prefix_tokens else Outcome.MISS
+
+    @property
+    def fallback(self) -> str | None:
+        """Why known text was found and given up, or None."""
+        return self.reason if self.outcome == Outcome.FALLBACK else None

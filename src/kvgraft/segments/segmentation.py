@@ -13,6 +13,10 @@ from kvgraft.segments.minhash import Permutations, compact, winnow
 
 ANCHORS = ("\nThought:", "\nAction:", "\nObservation:", "<tool_call>", "<tool_response>")
 MAX_SEGMENT = 256  # tokens
+RENAMED = {  # options by the names that they had before 0.2
+    "context": ("context_tau",),
+    **{name: (f"{name}_tokens",) for name in ("window", "tolerance", "min_run", "shingle")},
+}
 WINNOW = 32  # shingles, of which the least begins a window: one in 16 or so
 
 
@@ -23,12 +27,12 @@ class Similarity:
     Attributes:
         tau: least Jaccard similarity of the shingles of two segments. The paper has 0.8, which of a text of which a
             twentieth was edited misses most; nothing is grafted that differs, so that a low one does no harm.
-        window: tokens of the overlapping windows.
-        tolerance: tokens by which two segments may differ in length (r).
-        context: least similarity of the left contexts; 0 takes any.
+        window_tokens: of the overlapping windows.
+        tolerance_tokens: by which two segments may differ in length (r).
+        context_tau: least similarity of the left contexts; 0 takes any.
         context_tokens: how much of the text before a segment is its left context (W).
-        min_run: identical tokens in a row that are worth a graft.
-        shingle: tokens of a shingle (k).
+        min_run_tokens: identical ones in a row that are worth a graft.
+        shingle_tokens: of a shingle (k).
         permutations: components of a signature.
         candidates: stored segments that are aligned with a segment of a prompt at most (M).
 
@@ -39,27 +43,28 @@ class Similarity:
     name: ClassVar[str] = "similar"
 
     tau: float = 0.3
-    window: int = 128
-    tolerance: int = 16
-    context: float = 0.0
+    window_tokens: int = 128
+    tolerance_tokens: int = 16
+    context_tau: float = 0.0
     context_tokens: int = 64
-    min_run: int = 8
-    shingle: int = 8
+    min_run_tokens: int = 8
+    shingle_tokens: int = 8
     permutations: int = 128
     candidates: int = 4
 
     def __post_init__(self) -> None:
         require_share("tau", self.tau)
-        require_share("context", self.context)
-        for name, least in (("shingle", 1), ("permutations", 1), ("candidates", 1), ("min_run", 1), ("tolerance", 0)):
-            require_at_least(name, getattr(self, name), least)
-        require_at_least("window", self.window, 2 * self.shingle)
-        require_at_least("context_tokens", self.context_tokens, self.shingle)
+        require_share("context_tau", self.context_tau)
+        for name in ("shingle_tokens", "permutations", "candidates", "min_run_tokens"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("tolerance_tokens", self.tolerance_tokens, 0)
+        require_at_least("window_tokens", self.window_tokens, 2 * self.shingle_tokens)
+        require_at_least("context_tokens", self.context_tokens, self.shingle_tokens)
 
     @property
     def shortest(self) -> int:
         """Tokens that a segment must have."""
-        return max(self.window // 2, 2 * self.shingle)
+        return max(self.window_tokens // 2, 2 * self.shingle_tokens)
 
 
 def parse_match(text: str) -> Similarity | None:
@@ -67,7 +72,7 @@ def parse_match(text: str) -> Similarity | None:
     name, options = parse("match", text)
     if name == "exact" and not options:
         return None
-    return make("match", {"similar": Similarity}, name, options)
+    return make("match", {"similar": Similarity}, name, options, RENAMED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +106,18 @@ class Segmenter:
 
     def cut(self, tokens: np.ndarray, scope: bytes) -> Segments:
         """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have nothing in common."""
-        options, shingles = self.options, window_hashes(tokens, self.options.shingle, scope)
+        options, shingles = self.options, window_hashes(tokens, self.options.shingle_tokens, scope)
         windows = winnow(shingles, WINNOW)
         anchored = self._anchored(tokens)
         starts = np.concatenate((windows, anchored[:-1]))
-        stops = np.concatenate((windows + options.window, np.minimum(anchored[1:], anchored[:-1] + MAX_SEGMENT)))
+        stops = np.concatenate((windows + options.window_tokens, np.minimum(anchored[1:], anchored[:-1] + MAX_SEGMENT)))
         stops = np.minimum(stops, len(tokens))
         long_enough = stops - starts >= options.shortest
         starts, stops = np.unique(np.stack((starts, stops))[:, long_enough], axis=1)
-        lost = options.shingle - 1  # the last tokens of a segment begin no shingle of it
+        lost = options.shingle_tokens - 1  # the last tokens of a segment begin no shingle of it
         signatures = self._permutations.signatures(shingles, starts, stops - lost)
-        contexts = np.zeros((len(starts), options.permutations if options.context else 0), np.uint8)
-        if options.context:
+        contexts = np.zeros((len(starts), options.permutations if options.context_tau else 0), np.uint8)
+        if options.context_tau:
             has = starts > lost
             first = np.maximum(starts[has] - options.context_tokens, 0)
             contexts[has] = compact(self._permutations.signatures(shingles, first, starts[has] - lost))

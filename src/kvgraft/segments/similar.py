@@ -59,7 +59,7 @@ class SimilarIndex:
         self.options = options = options or Similarity()
         self.segmenter = Segmenter(options, anchors)
         self._bands = bands(options.tau, options.permutations, _MISS_WEIGHT)
-        self._table = SegmentTable(blocks.entries, self._bands[0], options.permutations, options.context > 0)
+        self._table = SegmentTable(blocks.entries, self._bands[0], options.permutations, options.context_tau > 0)
 
     def __len__(self) -> int:
         """Segments held, live and stale."""
@@ -157,9 +157,9 @@ class SimilarIndex:
         rows, ids = np.unique(np.stack((rows // self._bands[0], ids.astype(np.int64))), axis=1)
         likeness = similarity(table.signature[ids], compact(found.signatures)[rows])
         lengths = found.stops[rows] - found.starts[rows]
-        passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance)
-        if options.context:
-            passed &= similarity(table.context[ids], found.contexts[rows]) >= options.context
+        passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance_tokens)
+        if options.context_tau:
+            passed &= similarity(table.context[ids], found.contexts[rows]) >= options.context_tau
         rows, ids, likeness = rows[passed], ids[passed], likeness[passed]
         order = np.lexsort((ids, -likeness, rows))
         rows, ids = rows[order], ids[order]
@@ -170,16 +170,16 @@ class SimilarIndex:
         """Neighbouring proposals of one source and about one shift as one region, longest first."""
         found, rows, ids = self._candidates(tokens, scope)
         open_ = np.concatenate(([0], np.cumsum(unclaimed)))
-        useful = open_[found.stops[rows]] - open_[found.starts[rows]] >= self.options.min_run
+        useful = open_[found.stops[rows]] - open_[found.starts[rows]] >= self.options.min_run_tokens
         rows, ids = rows[useful], ids[useful]
         table = self._table
         pairs = np.stack((table.source[ids], found.starts[rows], found.stops[rows], table.start[ids], table.entry[ids]))
         regions: list[_Region] = []
         last: dict[tuple[int, int], _Region] = {}  # by source and rough shift
         for source, start, stop, source_start, entry in pairs[:, np.lexsort((pairs[3], pairs[1]))].T.tolist():
-            shift, coarse = source_start - start, 2 * self.options.tolerance + 1
+            shift, coarse = source_start - start, 2 * self.options.tolerance_tokens + 1
             near = [last.get((source, shift // coarse + step)) for step in (0, -1, 1)]
-            joined = next((r for r in near if r is not None and start <= r.stop + self.options.window), None)
+            joined = next((r for r in near if r is not None and start <= r.stop + self.options.window_tokens), None)
             if joined is None:
                 joined = _Region(start, stop, source_start, entry)
                 regions.append(joined)
@@ -198,10 +198,11 @@ class SimilarIndex:
     ) -> list[Match]:
         """Align a region, and a window more on either side, with its source; claims and returns the identical runs."""
         options, size, entries = self.options, self.blocks.block_size, self.blocks.entries
-        first, stop = max(region.start - options.window, 0), min(region.stop + options.window, len(tokens))
-        if unclaimed[first:stop].sum() < options.min_run:
+        around = options.window_tokens
+        first, stop = max(region.start - around, 0), min(region.stop + around, len(tokens))
+        if unclaimed[first:stop].sum() < options.min_run_tokens:
             return []
-        margin = options.window + options.tolerance
+        margin = options.window_tokens + options.tolerance_tokens
         after = -(-(region.stop - region.start + margin + size) // size)
         ids = self.blocks.around(region.entry, -(-margin // size), after, scope, ceiling)
         if not len(ids):
@@ -212,7 +213,7 @@ class SimilarIndex:
         for here, there, length in ((first + block.a, block.b, block.size) for block in blocks):
             for start, end in _stretches(unclaimed[here : here + length]):
                 source_start = there + start  # from origin on
-                if end - start < options.min_run or (from_start and origin + source_start):
+                if end - start < options.min_run_tokens or (from_start and origin + source_start):
                     continue
                 covering = ids[source_start // size : -(-(there + end) // size)]
                 found.append(self.blocks.as_match(here + start, end - start, origin + source_start, covering))

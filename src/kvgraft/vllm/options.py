@@ -6,12 +6,13 @@ A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries
 import hmac
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvgraft.methods import UnknownOption
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import make_policy, parse_policy
+from kvgraft.prefill.policies import parse_policy, with_options
 from kvgraft.prefill.report import PrefillReport
 
 KEY = "kvgraft"  # in kv_transfer_params
@@ -55,13 +56,9 @@ class RequestOptions:
         similar = _matches_similar(given.get("match"), default.match_similar)
         base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
         options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
-        known = [f.name for f in fields(base)]
-        for option in options:
-            if option not in known:
-                raise ValueError(f"no field {option!r}: allowed are {', '.join([*_OWN_FIELDS, *known])}")
-        policy = make_policy(base.name, {**asdict(base), **options}) if options else base
-        if isinstance(policy, KeepsDocuments) and policy != policy.announced:
-            raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {policy.announced}")
+        policy = _changed(base, options)
+        if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
+            raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
         return cls(policy, reuse == "auto", namespace, similar)
 
 
@@ -124,12 +121,20 @@ def served_policy(text: str) -> Policy:
     """
     policy = parse_policy(text)
     if isinstance(policy, KeepsDocuments):
-        policy = policy.announced
+        policy = policy.with_fixed_budget
     if policy.needs_head_map:
         raise ValueError(
             f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
         )
     return policy
+
+
+def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
+    """The policy with these options; ValueError says what else a request may have."""
+    try:
+        return with_options(policy, options)
+    except UnknownOption as error:
+        raise ValueError(f"{error}; a request itself has {', '.join(_OWN_FIELDS)}") from error
 
 
 def _matches_similar(match: Any, served: bool) -> bool:

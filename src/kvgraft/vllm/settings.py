@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvgraft.methods import count_layers, require_amount, require_at_least, require_layers, require_share
+from kvgraft.methods import require_amount, require_at_least, require_share
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
+
+RENAMED = {"exits": "residual_layers"}  # settings by the names that they had before 0.2
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Settings:
         policy: for requests that name none; `name` or `name:option=value,...`.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.
-        exits: layers, numbers or shares of all, of which the residual stream that enters them is kept, for requests
+        exits: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
@@ -36,7 +38,7 @@ class Settings:
 
     policy: str = DEFAULT_POLICY
     match: str | None = None
-    exits: tuple[int | float, ...] = ()
+    exits: tuple[int, ...] = ()
     approximate_sources: bool = False
     require_clean_context: bool = False
     watermark: float = 0.9
@@ -70,7 +72,7 @@ class Settings:
 
     def exit_layers(self, num_layers: int) -> set[int]:
         """`exits`, and what the policy needs."""
-        return {count_layers(layer, num_layers) for layer in self.exits} | {*self.default.policy.exits(num_layers)}
+        return {*self.exits, *self.default.policy.exits(num_layers)}
 
     @classmethod
     def of(cls, config: Any) -> "Settings":
@@ -84,7 +86,8 @@ class Settings:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
+                hint = f"it is called {RENAMED[name]}" if name in RENAMED else f"allowed are {', '.join(known)}"
+                raise ValueError(f"no KVGraft setting {name!r}: {hint}")
         settings = cls(**given)
         if not isinstance(settings.policy, str):
             raise ValueError(f"policy must be a string, got {settings.policy!r}")
@@ -95,7 +98,7 @@ class Settings:
         if not isinstance(settings.exits, list | tuple):
             raise ValueError(f"exits must be a list of layers, got {settings.exits!r}")
         for layer in settings.exits:
-            require_layers("exits", layer)
+            require_at_least("exits", layer, 0)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
         for name in ("watermark", "frozen_capacity"):

@@ -59,7 +59,7 @@ def test_naive_reuse_in_another_context_diverges(engine: Engine):
 
 
 def test_boundary_tokens_are_seen_before_and_after_the_probe(engine: Engine):
-    seen, truth = watch(engine, Similar(halo=2, max_kl=0.0))
+    seen, truth = watch(engine, Similar(halo_tokens=2, max_kl=0.0))
     assert seen.plan is not None
     assert seen.final is not None
     assert seen.trusting is not None

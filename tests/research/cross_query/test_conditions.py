@@ -17,8 +17,8 @@ QUESTION = "question : code of lamp ? answer :"
 
 def test_ours_base_is_the_paper_s():
     condition = CONDITIONS["similar"]
-    assert condition.similar == Similar(layers=0.375, halo=8, probe=1, max_kl=0.1)
-    assert condition.similarity == Similarity(tau=0.8, context=0.5, context_tokens=64)
+    assert condition.similar == Similar(reused_share=0.375, halo_tokens=8, probe_tokens=1, max_kl=0.1)
+    assert condition.similarity == Similarity(tau=0.8, context_tau=0.5, context_tokens=64)
     assert condition.approximate_sources
 
 
@@ -33,7 +33,7 @@ def test_every_condition_parses_and_ablations_change_one_thing():
             condition = CONDITIONS[name_of(option, value)]
             assert getattr(condition.similar, option, None) in (value, None)
             assert getattr(condition.similarity, option, None) in (value, None)
-    assert CONDITIONS["similar:halo=0"].match == CONDITIONS["similar"].match
+    assert CONDITIONS["similar:halo_tokens=0"].match == CONDITIONS["similar"].match
     assert CONDITIONS["similar:tau=0.9"].policy == "similar"
     assert CONDITIONS["similar:int8"].int8
 

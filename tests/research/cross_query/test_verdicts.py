@@ -81,7 +81,7 @@ def test_h2_means_accepted_segments():
     rejected = Segment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
     small = Segment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
     steps = [replace(STEP, seed=seed, segments=(SEGMENT, rejected, small)) for seed in range(3)]
-    [verdict] = judge_boundaries([*steps, replace(STEP, condition="similar:halo=16")])
+    [verdict] = judge_boundaries([*steps, replace(STEP, condition="similar:halo_tokens=16")])
     assert (verdict.value, verdict.verdict, verdict.count) == (pytest.approx(0.02), HOLDS, 3)
     assert (verdict.details["accepted"], verdict.details["rejected below"]) == (0.5, 1)
     far = [replace(one, segments=(replace(SEGMENT, final=0.4),)) for one in steps]
@@ -91,7 +91,7 @@ def test_h2_means_accepted_segments():
 def test_h3_counts_what_is_right_by_alignment_and_by_kl():
     proposals = (Proposal(0, 64, 0.9, 0.01), Proposal(0, 64, 0.5, 0.3), Proposal(0, 64, 0.4), Proposal(9, 99, 0.8))
     steps = [replace(STEP, seed=seed, proposals=proposals * 50) for seed in range(4)]
-    aligned, near = judge_retrieval([*steps, replace(STEP, condition="similar:halo=0")])
+    aligned, near = judge_retrieval([*steps, replace(STEP, condition="similar:halo_tokens=0")])
     assert (aligned.value, aligned.count, aligned.verdict) == (0.75, 800, HOLDS)
     assert (near.value, near.count, near.verdict) == (0.5, 400, FAILS)
     assert aligned.details == {"tau": 0.8, "recall of known text": 0.6}
@@ -106,7 +106,7 @@ def test_h4_rotations_are_exact_and_fallbacks_are_compared():
     [worst] = judge_fallbacks((), [*steps, replace(STEP, seed=2, kl=0.2, trusting=0.9)])
     assert (worst.value, worst.verdict) == (pytest.approx(-(0.2 + 0.2 + 0.7) / 3), HOLDS)
     assert (worst.details["worst"], worst.details["probe off"]) == (0.2, 0.9)
-    every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe=0", 1.0, lost=50)]
+    every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe_tokens=0", 1.0, lost=50)]
     success, _ = judge_fallbacks(every, steps)
     assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == ("H4", HOLDS, 0.5)
 

@@ -25,7 +25,7 @@ class Seen:
     """What a score may be made of: keys and values [B, b, d], queries [g, d] of all steps so far."""
 
     def __init__(self, k: Tensor, v: Tensor, queries: Tensor) -> None:
-        self.k, self.v = k, v
+        self.topk_blocks, self.v = k, v
         self.heads = queries[-1] * DIM**-0.5  # [g, d]
         self.q = self.heads.mean(0)
         self.past = [step.mean(0) * DIM**-0.5 for step in queries]  # one a step
@@ -148,7 +148,7 @@ def test_blocks_are_scored_as_described(name: str, monkeypatch: pytest.MonkeyPat
     random = torch.Generator().manual_seed(3)
     k, v = torch.randn(2, BLOCKS, BLOCK, DIM, generator=random)
     queries = torch.randn(STEPS, GROUP, DIM, generator=random) * 2
-    flow = parse_flow(f"{NAMED[name]}:k=3")
+    flow = parse_flow(f"{NAMED[name]}:topk_blocks=3")
     assert isinstance(flow, Scored)
     program = trace(flow, BLOCK, DIM, GROUP)
     pool = {"k": k, "v": v} | {name: torch.full((BLOCKS, *shape), 9.0) for name, shape in program.caches.items()}

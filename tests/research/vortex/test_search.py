@@ -24,7 +24,7 @@ def test_every_combination_of_motifs_is_a_flow(tmp_path: Path):
         genes = dict(zip(names, chosen, strict=True)) | rest
         path = tmp_path / f"c{number}.py"
         path.write_text(searching.write(genes, "c"))
-        flow = parse_flow(f"{path}:k={genes['k']},layers_skip={genes['layers_skip']}")
+        flow = parse_flow(f"{path}:topk_blocks={genes['k']},layers_skip={genes['layers_skip']}")
         assert flow is not None
         program = trace(flow, 16, 32, 2)
         assert (program.most, program.is_stateful) == (8, genes["time"] != "none")
@@ -52,7 +52,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(tmp_path: Path):
 
 
 def test_distance_is_of_caches_operators_and_calls():
-    quest, again = (trace(parse_flow("quest:k=29"), 16, 64, 4) for _ in range(2))  # type: ignore[arg-type]
+    quest, again = (trace(parse_flow("quest:topk_blocks=29"), 16, 64, 4) for _ in range(2))  # type: ignore[arg-type]
     assert searching.distance(quest, again) == 0.0
     near, far = (trace(parse_flow(name), 16, 64, 4) for name in (MASKED, "h2o"))  # type: ignore[arg-type]
     assert searching.distance(quest, near) == 0.0, "which masks nothing unless it is told to"

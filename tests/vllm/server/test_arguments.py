@@ -41,10 +41,16 @@ def test_what_the_user_says_counts():
 
 
 def test_our_flags_become_settings_of_the_connector():
-    flags = ["--kvgraft-policy", "sparsex:topk=0.2", "--kvgraft-watermark", "0.5", "--kvgraft-approximate-sources"]
+    flags = [
+        "--kvgraft-policy",
+        "sparsex:recompute_share=0.2",
+        "--kvgraft-watermark",
+        "0.5",
+        "--kvgraft-approximate-sources",
+    ]
     flags.append("--kvgraft-require-clean-context")
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
-        "policy": "sparsex:topk=0.2",
+        "policy": "sparsex:recompute_share=0.2",
         "watermark": 0.5,
         "approximate_sources": True,
         "require_clean_context": True,

@@ -154,7 +154,7 @@ def test_an_error_does_not_repeat_more_than_a_line_of_what_was_sent():
 
 def test_good_options_pass():
     options = parse_params({"kvgraft": {"boundary": 2, "reuse": "off", "namespace": "n"}}, DEFAULT)
-    assert (options.policy, options.reuse, options.namespace) == (parse_policy("sparsex:boundary=2"), False, "n")
+    assert (options.policy, options.reuse, options.namespace) == (parse_policy("sparsex:boundary_layers=2"), False, "n")
     body = b'{"kv_transfer_params": {"kvgraft": {"policy": "naive"}}}'
     assert status_and_text(asyncio.run(converse(echo, part(body)))) == (200, body.decode())
 

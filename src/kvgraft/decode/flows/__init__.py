@@ -17,13 +17,14 @@ from kvgraft.methods import make, parse
 
 _NAMED: tuple[type[Flow], ...] = (BlockTopK, Quest, DoubleSparse, NSABlockTopK, H2O, Streaming)
 FLOWS = {flow.name: flow for flow in _NAMED}
+RENAMED = {"k": ("topk_blocks",)}  # options by the names that they had before 0.2
 DENSE = "dense"  # no flow: everything is attended to
 _FILE = re.compile(r"(?P<path>.+?\.py)(:(?P<rest>.*))?")
 
 
 def parse_flow(text: str) -> Flow | None:
     """A flow from `name:option=value,...`, or from a file: `path.py`, `path.py:name` if it has several, each with
-    options behind a colon (`path.py:name:k=64`); None for `dense`.
+    options behind a colon (`path.py:name:topk_blocks=64`); None for `dense`.
 
     Raises:
         ValueError: an unknown flow or option (the message lists the known ones), a value out of range, or a file
@@ -40,7 +41,7 @@ def parse_flow(text: str) -> Flow | None:
     if name not in FLOWS:
         known = f"{', '.join(sorted(FLOWS))}, or give a file (my_flow.py, my_flow.py:name)"
         raise ValueError(f"unknown flow {name!r}: choose from {known}")
-    return make("flow", FLOWS, name, options)
+    return make("flow", FLOWS, name, options, RENAMED)
 
 
 def _from_file(path: str, rest: str) -> Flow:
@@ -51,7 +52,7 @@ def _from_file(path: str, rest: str) -> Flow:
     if not own and len(flows) > 1:
         raise ValueError(f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}")
     name, given = parse(f"flow of {path}", f"{own or next(iter(flows))}:{options}")
-    return make(f"flow of {path}", flows, name, given)
+    return make(f"flow of {path}", flows, name, given, RENAMED)
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:

@@ -15,4 +15,4 @@ class BlockTopK(Flow):
         c["centroids"] = Mean(c["k"], dim=2)
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
-        return topK(Max(GeMM(c["centroids"], q.T), dim=2), self.k)
+        return topK(Max(GeMM(c["centroids"], q.T), dim=2), self.topk_blocks)

@@ -20,4 +20,4 @@ class DoubleSparse(Flow):
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         weight = Abs(Mean(q, dim=1))  # [1, 1, d]
         chosen = WhereGt(weight, Multiply(Mean(weight, dim=2), self.heavy), q, 0.0)
-        return topK(Max(Max(GeMM(c["k"], chosen.T), dim=2), dim=3), self.k)
+        return topK(Max(Max(GeMM(c["k"], chosen.T), dim=2), dim=3), self.topk_blocks)

@@ -16,4 +16,4 @@ class H2O(Flow):
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         received = Sum(Softmax(GeMM(c["centroids"], q.T), dim=1), dim=2)
-        return topK(Save(c["acc"], Add(Load(c["acc"]), received)), self.k)
+        return topK(Save(c["acc"], Add(Load(c["acc"]), received)), self.topk_blocks)

@@ -19,4 +19,4 @@ class NSABlockTopK(Flow):
         logits = Multiply(GeMM(c["compressed"], q.T), q.size(2) ** -0.5)  # [1, B, 2, g]
         weights = Exp(Add(logits, Multiply(Max(Max(logits, dim=1), dim=2), -1.0)))
         received = Multiply(weights, Exp(Multiply(Log(Sum(Sum(weights, dim=1), dim=2)), -1.0)))
-        return topK(Sum(Sum(received, dim=2), dim=3), self.k)
+        return topK(Sum(Sum(received, dim=2), dim=3), self.topk_blocks)

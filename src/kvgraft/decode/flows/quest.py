@@ -16,4 +16,4 @@ class Quest(Flow):
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         bound = Add(GeMM(c["high"], Relu(q).T), GeMM(c["low"], Minimum(q, 0.0).T))  # sum of max(q high, q low)
-        return topK(Max(bound, dim=2), self.k)
+        return topK(Max(bound, dim=2), self.topk_blocks)

@@ -10,4 +10,4 @@ class Streaming(Flow):
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         num_blocks = c["k"].shape[1]
-        return [num_blocks - count for count in range(1, self.k + 1)]
+        return [num_blocks - count for count in range(1, self.topk_blocks + 1)]

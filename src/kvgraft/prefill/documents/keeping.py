@@ -27,33 +27,33 @@ class KeepsDocuments(Policy):
 
     uses_grafts: ClassVar[bool] = False  # documents are no grafts: they lie outside the page pool
 
-    block: int = 64  # tokens of a block
-    initial: int = 1  # blocks at the beginning of each document that are always kept
-    local: int = 2  # blocks at the end of each document that are always kept
-    ratio: float = 0.15  # of the documents' tokens that are kept, at most, or what is always kept if that is more
+    block_tokens: int = 64  # of a block
+    initial_blocks: int = 1  # at the beginning of each document that are always kept
+    local_blocks: int = 2  # at the end of each document that are always kept
+    kept_share: float = 0.15  # of the documents' tokens that are kept, at most, or what is always kept if that is more
     recomputed: Recomputed = "anchors"  # of what is kept: initial, local and outlier tokens, or everything
     update: Update = "overwrite"  # what is computed anew replaces what was there, or is blended with it (Eq. 4)
-    halo: int = 0  # blocks before each kept one that recomputation sees as well; they are gone afterwards
+    halo_blocks: int = 0  # before each kept one that recomputation sees as well; they are gone afterwards
 
     def __post_init__(self) -> None:
-        for option, least in (("block", 1), ("initial", 0), ("local", 0), ("halo", 0)):
+        for option, least in (("block_tokens", 1), ("initial_blocks", 0), ("local_blocks", 0), ("halo_blocks", 0)):
             require_at_least(option, getattr(self, option), least)
-        require_share("ratio", self.ratio)
+        require_share("kept_share", self.kept_share)
         require_choice("recomputed", self.recomputed, get_args(Recomputed))
         require_choice("update", self.update, get_args(Update))
 
     @property
     def blocks(self) -> Blocks:
         """How it cuts documents."""
-        return Blocks(self.block, self.initial, self.local)
+        return Blocks(self.block_tokens, self.initial_blocks, self.local_blocks)
 
     def num_kept(self, lengths: Sequence[int]) -> int:
         """Tokens of documents of these lengths that stay in each layer, at most."""
         anchors = sum(self.blocks.num_anchors(length) for length in lengths)
-        return max(anchors, int(self.ratio * sum(lengths) + 1e-9))
+        return max(anchors, int(self.kept_share * sum(lengths) + 1e-9))
 
     @property
-    def announced(self) -> "KeepsDocuments":
+    def with_fixed_budget(self) -> "KeepsDocuments":
         """This policy, or the one most like it that keeps exactly as many tokens as `num_kept` says."""
         return self
 
@@ -96,7 +96,7 @@ class KeepsDocuments(Policy):
         hidden = ctx.embed(needed[0])
         for index in range(ctx.num_layers):
             outputs = needed[index + 1] if index + 1 < ctx.num_layers else torch.zeros_like(fresh)
-            sees = kept[index] | fresh | ctx.layout.before(kept[index], self.halo)
+            sees = kept[index] | fresh | ctx.layout.before(kept[index], self.halo_blocks)
             hidden = ctx.layer(
                 index, hidden, sees=sees, writes=anew[index], outputs=outputs, fuses=self.update == "fusion"
             )

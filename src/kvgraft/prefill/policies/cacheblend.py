@@ -24,11 +24,11 @@ class CacheBlend(Policy):
     name: ClassVar[str] = "cacheblend"
 
     check_layer: int = 1  # where cached and computed KV are compared
-    share: float = 0.15  # of the grafted tokens, recomputed from there on
+    recompute_share: float = 0.15  # of the grafted tokens, recomputed from there on
 
     def __post_init__(self) -> None:
         require_at_least("check_layer", self.check_layer, 0)
-        require_share("share", self.share)
+        require_share("recompute_share", self.recompute_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Dense layers below the check layer, compare, run fresh and deviating tokens from there."""
@@ -42,5 +42,5 @@ class CacheBlend(Policy):
         deviation = torch.zeros(plan.num_tokens)
         for old, new in zip(cached, computed, strict=True):
             deviation[plan.grafted] += (new.float() - old.float()).square().sum((1, 2)).cpu()
-        chosen = plan.top_share(deviation, self.share, among=plan.grafted)
+        chosen = plan.top_share(deviation, self.recompute_share, among=plan.grafted)
         return ctx.run(deep, hidden.only(plan.fresh | chosen))

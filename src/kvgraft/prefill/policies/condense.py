@@ -25,20 +25,20 @@ class Condense(KeepsDocuments):
 
     name: ClassVar[str] = "condense"
 
-    block: int = 8
+    block_tokens: int = 8
     recomputed: Recomputed = "kept"
-    halo: int = 1
+    halo_blocks: int = 1
     rounds: int = 4  # that share the room evenly
-    hops: int = 8  # tokens of documents that join the question after each round
-    skipped: float = 0.25  # share of the layers, from below, whose attention does not count
+    hop_tokens: int = 8  # of documents, which join the question after each round
+    skipped_share: float = 0.25  # of the layers, from below, whose attention does not count
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("rounds", self.rounds, 1)
-        require_at_least("hops", self.hops, 0)
-        require_share("skipped", self.skipped)
-        if self.skipped == 1:
-            raise ValueError("skipped must be less than 1: the attention of some layer has to count")
+        require_at_least("hop_tokens", self.hop_tokens, 0)
+        require_share("skipped_share", self.skipped_share)
+        if self.skipped_share == 1:
+            raise ValueError("skipped_share must be less than 1: the attention of some layer has to count")
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Fills the room with the blocks that hold the tokens most attended to."""
@@ -50,11 +50,11 @@ class Condense(KeepsDocuments):
         for number in range(self.rounds if room else 0):
             wanted = torch.zeros(ctx.plan.num_tokens)
             entering = ctx.plan.question if number else fresh
-            for index in self.ask(ctx, kept | layout.before(kept, self.halo), asking, entering):
-                if index >= int(self.skipped * ctx.num_layers):
+            for index in self.ask(ctx, kept | layout.before(kept, self.halo_blocks), asking, entering):
+                if index >= int(self.skipped_share * ctx.num_layers):
                     wanted = wanted.maximum(ctx.scores(index, asking, "max"))
             best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]  # what was chosen stays
             ranking = middle[best.argsort(descending=True, stable=True)]
             kept = layout.anchors | layout.fill(ranking, room * (number + 1) // self.rounds)
-            asking = asking | ctx.plan.top(wanted, self.hops, among=ctx.plan.grafted & ~asking)
+            asking = asking | ctx.plan.top(wanted, self.hop_tokens, among=ctx.plan.grafted & ~asking)
         return kept.repeat(ctx.num_layers, 1)

@@ -19,13 +19,13 @@ class Epic(Policy):
 
     name: ClassVar[str] = "epic"
 
-    tokens: int = 16  # N: recomputed at the beginning of each segment
+    start_tokens: int = 16  # N: recomputed at the beginning of each segment
 
     def __post_init__(self) -> None:
-        require_at_least("tokens", self.tokens, 0)
+        require_at_least("start_tokens", self.start_tokens, 0)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft all layers, run the fresh tokens and the beginnings."""
         layers = range(ctx.num_layers)
         ctx.graft(layers)
-        return ctx.run(layers, ctx.embed(ctx.plan.fresh | ctx.plan.heads(self.tokens)))
+        return ctx.run(layers, ctx.embed(ctx.plan.fresh | ctx.plan.segment_starts(self.start_tokens)))

@@ -25,11 +25,11 @@ class Prophet(SelectsByAttention):
     name: ClassVar[str] = "prophet"
 
     rows: Rows = "question"
-    share: float = 0.20  # of the grafted tokens, recomputed
+    recompute_share: float = 0.20  # of the grafted tokens, recomputed
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_share("share", self.share)
+        require_share("recompute_share", self.recompute_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Stage 1: attention of the question, layer by layer. Stage 2: fresh and chosen tokens from layer 0."""
@@ -39,5 +39,5 @@ class Prophet(SelectsByAttention):
         for index in layers:
             hidden = ctx.layer(index, hidden)
             scores += self.score(ctx, index, self.asking(plan))
-        chosen = plan.top_share(scores, self.share, among=plan.grafted)
+        chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         return ctx.run(layers, ctx.embed(plan.fresh | chosen))

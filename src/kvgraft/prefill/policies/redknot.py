@@ -29,7 +29,8 @@ class RedKnot(SelectsByAttention):
     Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and SegPagedAttention",
     2026, Algorithm 1. Shallow layers compute everything anew, local heads over sinks and window. Deep layers compute
     global heads anew, over everything, and reuse the aligned KV of the others; their FFN runs on fresh and recent
-    tokens and on those that receive most attention. Each part can be switched off: `windows`, `reuse`, `mass=1.0`.
+    tokens and on those that receive most attention. Each part can be switched off: `windows`, `reuse`,
+    `mass_share=1.0`.
 
     Raises:
         ValueError: an option outside its range.
@@ -40,22 +41,23 @@ class RedKnot(SelectsByAttention):
     needs_head_map: ClassVar[bool] = True
 
     rows: Rows = "question"
-    dense_until: int | float = 0.3  # shallow layers: a number, or a share of all, rounded up
-    mass: float = 0.5  # of the attention that grafted tokens receive, whose tokens get the FFN, in the first deep layer
-    last_mass: float | None = None  # the same in the last layer, in between it changes evenly; None: as in the first
-    recent: int = 128  # last tokens of the prompt that always get the FFN
-    min_keep: int = 64  # grafted tokens that get the FFN at least
-    edge_mass: float = 0.2  # local attention on the oldest quarter of the window, above which a local head sees all
+    dense_layers: int | None = None  # shallow layers; None: `dense_share` of all
+    dense_share: float = 0.3  # of all layers, rounded up
+    mass_share: float = 0.5  # of the attention that grafted tokens receive: so many get the FFN in the first deep layer
+    last_mass_share: float | None = None  # the same in the last layer, between them even steps; None: as in the first
+    recent_tokens: int = 128  # last ones of the prompt, which always get the FFN
+    min_ffn_tokens: int = 64  # grafted ones that get the FFN at least
+    edge_mass_share: float = 0.2  # of local attention, on the oldest quarter of the window; above it a head sees all
     windows: Switch = "on"  # off: local heads see everything
     reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_layers("dense_until", self.dense_until)
-        for option in ("mass", "last_mass", "edge_mass"):
+        require_layers(self, "dense_layers")
+        for option in ("mass_share", "last_mass_share", "edge_mass_share"):
             if getattr(self, option) is not None:
                 require_share(option, getattr(self, option))
-        for option in ("recent", "min_keep"):
+        for option in ("recent_tokens", "min_ffn_tokens"):
             require_at_least(option, getattr(self, option), 0)
         for option in ("windows", "reuse"):
             require_choice(option, getattr(self, option), get_args(Switch))
@@ -64,7 +66,7 @@ class RedKnot(SelectsByAttention):
         """Algorithm 1, one prompt at a time."""
         if ctx.head_map is None:
             raise ValueError(f"policy {self.name!r} needs a host with a head map")
-        shallow = count_layers(self.dense_until, ctx.num_layers)
+        shallow = count_layers(self.dense_layers, self.dense_share, ctx.num_layers)
         ctx.graft(range(shallow, ctx.num_layers))
         hidden = ctx.embed(ctx.plan.active)
         for index in range(ctx.num_layers):
@@ -83,9 +85,9 @@ class RedKnot(SelectsByAttention):
         ctx.project_heads(index, hidden, reused)
         if self.windows == "off":
             return (False,) * len(local)
-        promotes = self.edge_mass < 1.0 and not ctx.head_paging
+        promotes = self.edge_mass_share < 1.0 and not ctx.head_paging
         beyond = self._edge_mass(ctx, index, head_map) if promotes else [0.0] * len(local)
-        promoted = [is_local and mass > self.edge_mass for is_local, mass in zip(local, beyond, strict=True)]
+        promoted = [is_local and mass > self.edge_mass_share for is_local, mass in zip(local, beyond, strict=True)]
         for counts in ctx.counts:  # prompts of one batch promote together
             counts["promoted_heads"] += sum(promoted)
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
@@ -111,12 +113,12 @@ class RedKnot(SelectsByAttention):
     def _important(self, ctx: PrefillContext, index: int, shallow: int) -> Tensor:
         """bool [T]: whose FFN runs at a layer."""
         plan, deep = ctx.plan, max(1, ctx.num_layers - 1 - shallow)
-        last_mass = self.mass if self.last_mass is None else self.last_mass
-        mass = self.mass + (last_mass - self.mass) * (index - shallow) / deep
+        last_mass = self.mass_share if self.last_mass_share is None else self.last_mass_share
+        mass = self.mass_share + (last_mass - self.mass_share) * (index - shallow) / deep
         if index < shallow or mass >= 1.0:
             return plan.active
-        found = plan.top_mass(self.score(ctx, index, self.asking(plan)), mass, plan.grafted, self.min_keep)
-        recent = plan.positions >= plan.num_tokens - self.recent
+        found = plan.top_mass(self.score(ctx, index, self.asking(plan)), mass, plan.grafted, self.min_ffn_tokens)
+        recent = plan.positions >= plan.num_tokens - self.recent_tokens
         return plan.active & (plan.fresh | found | recent)
 
 

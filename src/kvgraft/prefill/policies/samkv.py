@@ -32,19 +32,19 @@ class SamKV(KeepsDocuments):
     update: Update = "fusion"
     selection: Switch = "on"  # off: nothing but initial and local blocks
     bias: Switch = "on"  # off: the generic query asks every document (no Eq. 1)
-    top_p: Switch = "on"  # off: `ratio` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+    top_p: Switch = "on"  # off: `kept_share` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in ("selection", "bias", "top_p"):
             require_choice(option, getattr(self, option), get_args(Switch))
-        if self.initial == self.local == 0 and self.selection == self.top_p == "on":
+        if self.initial_blocks == self.local_blocks == 0 and self.selection == self.top_p == "on":
             raise ValueError(
                 "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or set top_p=off)"
             )
 
     @property
-    def announced(self) -> "SamKV":
+    def with_fixed_budget(self) -> "SamKV":
         """Fills its budget."""
         return replace(self, top_p="off")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvgraft.methods import count_layers, require_amount, require_at_least, require_choice, require_layers
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
-ProbeAt = Literal["output", "exit"]
+ProbeAt = Literal["output", "reused"]
 
 
 @dataclass(frozen=True)
@@ -28,37 +28,38 @@ class Similar(Policy):
     name: ClassVar[str] = "similar"
     match: ClassVar[str] = "similar"
 
-    layers: int | float = 0.375  # L_reuse: the first layers, a number or a share rounded up; 12 of 32 in the paper
-    halo: int = 8  # tokens computed at each edge of a segment (h)
-    probe: int = 1  # tokens at each edge of a segment whose logits are compared; 0: no probe
+    reused_layers: int | None = None  # the first layers (L_reuse); None: `reused_share` of all
+    reused_share: float = 0.375  # of all layers, rounded up; 12 of 32 in the paper
+    halo_tokens: int = 8  # computed at each edge of a segment (h)
+    probe_tokens: int = 1  # at each edge of a segment, whose logits are compared; 0: no probe
     max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
-    probe_at: ProbeAt = "output"  # logits after all layers, or those that what enters the exit layer would give
+    probe_at: ProbeAt = "output"  # logits after all layers, or those that what leaves the reused layers would give
 
     def __post_init__(self) -> None:
-        require_layers("layers", self.layers)
-        require_at_least("halo", self.halo, 0)
-        require_at_least("probe", self.probe, 0)
+        require_layers(self, "reused_layers")
+        require_at_least("halo_tokens", self.halo_tokens, 0)
+        require_at_least("probe_tokens", self.probe_tokens, 0)
         require_amount("max_kl", self.max_kl)
         require_choice("probe_at", self.probe_at, get_args(ProbeAt))
 
     def exits(self, num_layers: int) -> tuple[int, ...]:
         """The layer above those that are reused."""
-        return (min(count_layers(self.layers, num_layers), num_layers - 1),)
+        return (min(count_layers(self.reused_layers, self.reused_share, num_layers), num_layers - 1),)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Compute with all segments inside their halos reused; if the probe rejects some, again without these."""
-        [exit_layer] = self.exits(ctx.num_layers)
-        bottom, top = range(exit_layer), range(exit_layer, ctx.num_layers)
+        [first_computed] = self.exits(ctx.num_layers)
+        bottom, top = range(first_computed), range(first_computed, ctx.num_layers)
         ctx.graft(range(ctx.num_layers))
-        stored = ctx.residual(exit_layer, ctx.plan.grafted)  # computing a token overwrites what is kept of it
+        stored = ctx.residual(first_computed, ctx.plan.grafted)  # computing a token overwrites what is kept of it
 
         def enter(reused: Tensor) -> Hidden:
             computed = ctx.run(bottom, ctx.embed(ctx.plan.active & ~reused))
             return computed.joined(stored.only(reused))
 
-        reused = ctx.plan.grafted & ~ctx.plan.edges(self.halo)
+        reused = ctx.plan.grafted & ~ctx.plan.edges(self.halo_tokens)
         entering, probed = enter(reused), self._probed(ctx, reused)
-        if self.probe_at == "exit" and probed.any():
+        if self.probe_at == "reused" and probed.any():
             rejected = self._rejected(ctx, stored.only(probed), entering.only(probed), reused)
             if rejected.any():
                 entering = enter(reused & ~rejected)
@@ -74,7 +75,7 @@ class Similar(Policy):
     def _probed(self, ctx: PrefillContext, reused: Tensor) -> Tensor:
         """bool [T]: the outermost tokens of the segments of which something is reused."""
         segments = ctx.plan.segments
-        return ctx.plan.edges(min(self.probe, self.halo)) & torch.isin(segments, segments[reused])
+        return ctx.plan.edges(min(self.probe_tokens, self.halo_tokens)) & torch.isin(segments, segments[reused])
 
     def _rejected(self, ctx: PrefillContext, grafted: Hidden, computed: Hidden, reused: Tensor) -> Tensor:
         """bool [T]: the segments of which the logits of the probed tokens differ too much, with what their source had

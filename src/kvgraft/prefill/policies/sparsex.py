@@ -20,29 +20,30 @@ class SparseX(SelectsByAttention):
 
     name: ClassVar[str] = "sparsex"
 
-    boundary: int | float = 0.18  # dense layers (l*): a number, 0 allowed, or a share of all layers, rounded up
-    topk: float = 0.10  # share of the grafted tokens recomputed above the boundary
+    boundary_layers: int | None = None  # dense layers (l*), 0 allowed; None: `boundary_share` of all
+    boundary_share: float = 0.18  # of all layers, rounded up
+    recompute_share: float = 0.10  # of the grafted tokens, recomputed above the boundary (top-k)
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
     shallow: Shallow = "all"  # what dense layers run; with "fresh", grafted tokens enter the boundary as stored
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_layers("boundary", self.boundary)
-        require_share("topk", self.topk)
+        require_layers(self, "boundary_layers")
+        require_share("recompute_share", self.recompute_share)
         require_at_least("overflow_blocks", self.overflow_blocks, 0)
         require_at_least("tail_tokens", self.tail_tokens, 1)
         require_choice("shallow", self.shallow, get_args(Shallow))
 
     def exits(self, num_layers: int) -> tuple[int, ...]:
         """The boundary, if only fresh tokens are computed below it."""
-        boundary = count_layers(self.boundary, num_layers)
+        boundary = self._boundary(num_layers)
         return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft. With shallow=fresh
         they do not: grafted tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
-        plan, boundary = ctx.plan, count_layers(self.boundary, ctx.num_layers)
+        plan, boundary = ctx.plan, self._boundary(ctx.num_layers)
         deep = range(boundary, ctx.num_layers)
         if self.exits(ctx.num_layers):
             ctx.graft(range(ctx.num_layers))
@@ -54,6 +55,9 @@ class SparseX(SelectsByAttention):
         if boundary == 0:
             ctx.project(0, hidden.only(plan.fresh))
         scores = self.score(ctx, max(boundary - 1, 0), self.asking(plan))
-        chosen = plan.top_share(scores, self.topk, among=plan.grafted)
+        chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         recompute = plan.fresh | chosen | plan.overflow(self.overflow_blocks) | plan.tail(self.tail_tokens)
         return ctx.run(deep, hidden.only(recompute))
+
+    def _boundary(self, num_layers: int) -> int:
+        return count_layers(self.boundary_layers, self.boundary_share, num_layers)

@@ -13,9 +13,9 @@ from kvgraft.prefill.selection import Rows, SelectsByAttention
 class Transitive(SelectsByAttention):
     """A sparse probe chooses tokens, whose queries choose further tokens; all of them run from layer 0.
 
-    KVGraft's own method. No dense pass: the first `probe` layers run on the fresh tokens alone, against aligned KV, and
-    the question's queries at the next layer score the grafted keys. Each hop then probes with the tokens just chosen,
-    and with fresh tokens inside the text (segment edges) that scored as well.
+    KVGraft's own method. No dense pass: the first layers (`probe_layers`) run on the fresh tokens alone, against
+    aligned KV, and the question's queries at the next layer score the grafted keys. Each hop then probes with the
+    tokens just chosen, and with fresh tokens inside the text (segment edges) that scored as well.
 
     Raises:
         ValueError: an option outside its range.
@@ -24,24 +24,25 @@ class Transitive(SelectsByAttention):
     name: ClassVar[str] = "transitive"
 
     rows: Rows = "question"
-    probe: int | float = 0.1  # layers computed before keys are scored: a number, or a share of all, rounded up
-    topk: float = 0.05  # share of the grafted tokens recomputed
+    probe_layers: int | None = None  # computed before keys are scored; None: `probe_share` of all
+    probe_share: float = 0.1  # of all layers, rounded up
+    recompute_share: float = 0.05  # of the grafted tokens, recomputed
     hops: int = 2  # rounds in which chosen tokens choose further ones
-    first: float = 0.4  # share of the chosen tokens that the question chooses; the hops share the rest evenly
+    first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
     tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_layers("probe", self.probe)
-        require_share("topk", self.topk)
+        require_layers(self, "probe_layers")
+        require_share("recompute_share", self.recompute_share)
         require_at_least("hops", self.hops, 0)
-        require_share("first", self.first)
+        require_share("first_share", self.first_share)
         require_at_least("tail_tokens", self.tail_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft everything, probe and hop, then recompute fresh and chosen tokens."""
         plan, layers = ctx.plan, range(ctx.num_layers)
-        probe = min(count_layers(self.probe, ctx.num_layers), ctx.num_layers - 1)
+        probe = min(count_layers(self.probe_layers, self.probe_share, ctx.num_layers), ctx.num_layers - 1)
         ctx.graft(layers)
         chosen = plan.tail(self.tail_tokens)
         computed, asking = plan.fresh | chosen, self.asking(plan) | chosen
@@ -57,7 +58,7 @@ class Transitive(SelectsByAttention):
 
     def _shares(self) -> list[float]:
         """Share that each round chooses of what the rounds before it left."""
-        first = self.first if self.hops else 1.0
-        parts = [self.topk * first, *[self.topk * (1 - first) / max(1, self.hops)] * self.hops]
+        first = self.first_share if self.hops else 1.0
+        parts = [self.recompute_share * first, *[self.recompute_share * (1 - first) / max(1, self.hops)] * self.hops]
         used = accumulate(parts, initial=0.0)
         return [part / (1 - before) if part else 0.0 for part, before in zip(parts, used, strict=False)]

@@ -108,7 +108,13 @@ class Register:
                     del self._by_chain[chain]
 
     def match(
-        self, tokens: np.ndarray, scope: bytes, free: np.ndarray | None, require_clean_context: bool, similar: bool
+        self,
+        tokens: np.ndarray,
+        scope: bytes,
+        *,
+        free: np.ndarray | None = None,
+        require_clean_context: bool = False,
+        similar: bool = False,
     ) -> list[Match]:
         """What of a prompt is stored: matches whose pages are block numbers (`VirtualBlockIndex.match`)."""
         index = self._similar if similar and self._similar is not None else self._index

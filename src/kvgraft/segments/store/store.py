@@ -180,7 +180,9 @@ class SegmentStore:
         """
         with self._lock:
             self._look_around()
-            return self._register.match(tokens, scope, free, require_clean_context, similar)
+            return self._register.match(
+                tokens, scope, free=free, require_clean_context=require_clean_context, similar=similar
+            )
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
         """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was put, or -1."""

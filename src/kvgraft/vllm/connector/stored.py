@@ -131,7 +131,7 @@ class StoredText:
         for match in self.known.match(tracked, tokens, free):
             free[match.start : match.start + match.length] = False
         similar, clean = self.known.matches_similar(tracked), self.known.require_clean_context
-        matches = self._register.match(tokens, tracked.scope, free, clean, similar)
+        matches = self._register.match(tokens, tracked.scope, free=free, require_clean_context=clean, similar=similar)
         grafted = [page for match in sorted(matches, key=lambda m: -m.length) for page in match.pages.tolist()]
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 

@@ -1,7 +1,7 @@
 """The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
 
 import os
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes u
 SETTINGS = (  # of the connector, that have a flag
     "policy",
     "match",
-    "exits",
+    "residual_layers",
     "approximate_sources",
     "require_clean_context",
     "watermark",
@@ -80,14 +80,15 @@ def _make_parser() -> FlexibleArgumentParser:
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     own = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
-    own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:topk=0.2,...")
+    own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:recompute_share=0.2,...")
     own.add_argument("--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits.")
     own.add_argument(
-        "--kvgraft-exits",
-        type=_layer,
+        "--kvgraft-residual-layers",
+        type=int,
         nargs="+",
-        help="Layers (3) or shares (0.375) of which the residual stream is kept, for requests with the policy similar.",
+        help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
     )
+    own.add_argument("--kvgraft-exits", type=_renamed, nargs="+", help=SUPPRESS)
     own.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
     )
@@ -115,15 +116,15 @@ def _make_parser() -> FlexibleArgumentParser:
         "--flow",
         "--kvgraft-flow",
         dest="kvgraft_flow",
-        help="Decode steps attend to the blocks that this flow chooses: quest, block_topk:k=64, my_flow.py,... "
+        help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
         "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
     )
     own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
 
 
-def _layer(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+def _renamed(_: str) -> None:
+    raise ArgumentTypeError("it is called --kvgraft-residual-layers now, and takes numbers of layers")
 
 
 def _settings(args: Namespace) -> dict[str, Any]:

@@ -1,46 +1,38 @@
 """Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a prompt wants them."""
 
 import os
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.known import Known, Reuse
+from kvgraft.engine.lookup import Reuse
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
+from kvgraft.reuse.index import ReuseIndex
+from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store import Chunk, SegmentStore, StoredBlock, StoreOptions, consecutive
+from kvgraft.segments.store import SegmentStore, StoredBlock, StoreOptions
 
 
-class Tiers:
+class StoreTier:
     """A segment store beside a page pool.
 
     Args:
-        known: what prompts are matched with; what comes back becomes known there.
+        index: what prompts are matched with; what comes back is registered there.
     """
 
-    def __init__(self, store: SegmentStore, pool: PagePool, cache: KVCache, known: Known) -> None:
+    def __init__(self, store: SegmentStore, pool: PagePool, cache: KVCache, index: ReuseIndex) -> None:
         self.store = store
         self.pool = pool
         self.cache = cache
-        self.known = known
+        self.index = index
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two processes differ
 
     @classmethod
-    def open(
-        cls,
-        options: StoreOptions,
-        pool: PagePool,
-        cache: KVCache,
-        known: Known,
-        similarity: Similarity | None,
-        anchors: Iterable[Items[int]],
-    ) -> "Tiers":
+    def open(cls, options: StoreOptions, pool: PagePool, cache: KVCache, index: ReuseIndex) -> "StoreTier":
         """A store with these options, that finds what the engine finds.
 
         Raises:
@@ -48,34 +40,27 @@ class Tiers:
         """
         if cache.layout.num_local_lists:
             raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
-        return cls(options.open(pool.block_size, similarity, anchors), pool, cache, known)
+        return cls(options.open(pool.block_size, *index.cuts), pool, cache, index)
 
     def keep(self, sequence: Sequence, *, ended: bool) -> None:
         """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when it has ended."""
-        size, length = self.pool.block_size, self.store.chunk_blocks
-        first, stop = sequence.num_stored, sequence.num_offered if ended else sequence.num_offered // length * length
-        if stop <= first:
+        size, length, offer = self.pool.block_size, self.store.chunk_blocks, sequence.offer
+        stop = offer.num_registered if ended else offer.num_registered // length * length
+        if stop <= offer.num_stored:
             return
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
-        chains = chain_hashes(tokens, size, sequence.scope)
-        is_exact = self.known.exact_blocks(sequence, stop)
-        source, namespace = self._first_source + sequence.source, sequence.request.namespace
-        for begin in range(first, stop, length):
-            exact = is_exact[begin : begin + length]
-            end = begin + (len(exact) if exact.all() else int(exact.argmin()))
-            if end > begin:
-                where, named = slice(begin * size, end * size), tuple(chains[begin:end])
-                chunk = Chunk(sequence.scope, namespace, named, tokens[where], source, where.start)
-                if not self.store.touch(chunk.key):
-                    self.store.put(chunk, self._read(sequence.pages.slots[0, where]))
-        sequence.num_stored = stop
+        is_exact, namespace = sequence.exact_blocks(stop), sequence.request.namespace
+        for chunk, blocks in offer.chunks(tokens, is_exact, namespace, self._first_source, length):
+            if not self.store.touch(chunk.key):
+                slots = sequence.pages.slots[0, blocks.start * size : blocks.stop * size]
+                self.store.put(chunk, self._read(slots))
 
     def restore(self, sequence: Sequence, reuse: Reuse, num_spare: int) -> bool:
         """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at most; whether any."""
         held = [*reuse.hits.values(), *{int(page) for match in reuse.matches for page in match.pages}]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
         fetched = self.store.fetch(wanted, sequence.scope)
-        blocks = sorted((b for b in fetched if b and self._fits(b)), key=lambda b: (b.source, b.source_start))
+        blocks = [block for block in fetched if block and self._fits(block)]
         if not blocks:
             return False
         self.pool.acquire(held)  # nothing of it may be reclaimed for what comes
@@ -83,39 +68,31 @@ class Tiers:
         self.pool.release(held)
         self._write(pages, blocks)
         self.pool.keep(pages)
-        for run in consecutive([(block.source, block.source_start) for block in blocks], self.pool.block_size):
-            for block, page in zip(blocks[run], pages[run], strict=True):
-                if block.exact:
-                    self.pool.publish(page, block.chain)
-            first, tokens = blocks[run.start], np.concatenate([block.tokens for block in blocks[run]])
-            self.known.name(tokens, pages[run], first.source, first.source_start, sequence.scope)
+        for block, page in zip(blocks, pages, strict=True):
+            if block.exact:
+                self.pool.publish(page, block.chain)
+        register_restored(self.index, blocks, pages, sequence.scope)
         self.pool.release(pages)
         sequence.report.counts["restored_blocks"] += len(blocks)
         return True
 
     def _wanted(self, sequence: Sequence, reuse: Reuse) -> list[int]:
         """Numbers of stored blocks: exact ones of the prompt, then those that can be grafted, longest run first."""
-        size, prompt = self.pool.block_size, sequence.prompt
-        free = np.ones(len(prompt), bool)
-        for block in reuse.hits:
-            free[block * size : (block + 1) * size] = False
-        exact: list[int] = []
+        size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
+        exact: dict[int, int] = {}
         if sequence.shares_prefix:
-            chains = chain_hashes(prompt[:-1], size, sequence.scope)
-            missing = [block for block in range(len(chains)) if block not in reuse.hits]
-            stored = self.store.prefix([chains[block] for block in missing], sequence.scope)
-            for block, number in zip(missing, stored, strict=True):
-                if number >= 0:
-                    exact.append(number)
-                    free[block * size : (block + 1) * size] = False
+            chains = chain_hashes(prompt[:-1], size, scope)
+            missing = (block for block in range(len(chains)) if block not in reuse.hits)
+            exact = wanted_exact(self.store, chains, missing, scope, contiguous=False)
         if not sequence.policy.uses_grafts:
-            return exact
+            return list(exact)
+        free = np.ones(len(prompt), bool)
+        for block in (*reuse.hits, *exact.values()):
+            free[block * size : (block + 1) * size] = False
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
-        clean, similar = self.known.require_clean_context, sequence.matches_similar
-        matches = self.store.match(prompt, sequence.scope, free=free, require_clean_context=clean, similar=similar)
-        grafted = [page for match in sorted(matches, key=lambda m: -m.length) for page in match.pages.tolist()]
-        return list(dict.fromkeys([*exact, *grafted]))
+        grafts = wanted_grafts(self.store, self.index, prompt, scope, free, similar=sequence.matches_similar)
+        return list(dict.fromkeys([*exact, *grafts]))
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
         """What the pool holds in these slots int64 [n], by the name of the tensor: [streams, n, d]."""

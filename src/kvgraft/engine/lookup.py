@@ -1,7 +1,6 @@
-"""What has been read and can be found again: exact prefix blocks, virtual blocks, and what local heads still hold."""
+"""What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still hold of both."""
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from kvgraft.engine.sequence import Sequence
 from kvgraft.kv.heads import StreamLayout
-from kvgraft.kv.lists import LocalPages, PageLists
+from kvgraft.kv.lists import LocalPages
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.plan import Plan
-from kvgraft.segments.index import VirtualBlockIndex
+from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.matches import Lineage, Match
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.similar import SimilarIndex
+from kvgraft.segments.matches import Match
 
 
 @dataclass(frozen=True)
@@ -35,40 +32,18 @@ class Reuse:
     copied: list[int]
 
 
-class Known:
+class CacheLookup:
     """Content of a page pool by its tokens.
 
     Args:
-        approximate_sources: let content computed after grafts be grafted again (off: exact content only).
-        require_clean_context: graft only text that stood at the beginning of what it was read in.
-        similarity: what counts as a near-duplicate; None knows identical text only.
-        anchors: token sequences that begin a segment, for near-duplicates.
+        index: what can be grafted.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        layout: StreamLayout,
-        approximate_sources: bool,
-        require_clean_context: bool,
-        similarity: Similarity | None = None,
-        anchors: Iterable[Items[int]] = (),
-    ) -> None:
+    def __init__(self, pool: PagePool, layout: StreamLayout, index: ReuseIndex) -> None:
         self.pool = pool
         self.layout = layout
-        self.index = VirtualBlockIndex(pool.block_size, pool.is_live)
-        self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
+        self.index = index
         self.local_pages = LocalPages(pool, layout.num_local_lists)
-        self.approximate_sources = approximate_sources
-        self.require_clean_context = require_clean_context
-
-    def matches_similar(self, match: str | None) -> bool:
-        """Whether a request that asks for this matching, or for none, gets near-duplicates; ValueError if it cannot."""
-        if match not in (None, "exact", "similar"):
-            raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
-        if match == "similar" and self.similar is None:
-            raise ValueError("match 'similar': this engine knows identical text only, make it with match='similar'")
-        return self.similar is not None and match != "exact"
 
     def find(self, sequence: Sequence, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
@@ -96,26 +71,21 @@ class Known:
         no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so. Of a prompt
         whose documents were kept in part nothing is offered.
         """
-        size, first = self.pool.block_size, sequence.num_offered
+        size, first = self.pool.block_size, sequence.offer.num_registered
         stop = sequence.num_computed // size
         if not sequence.request.remember or sequence.documents or stop <= first:
             return
-        lists = sequence.pages
+        pages = sequence.pages.pages
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
-        is_exact = self.exact_blocks(sequence, stop)
+        is_exact = sequence.exact_blocks(stop)
         exact = first + np.flatnonzero(is_exact[first:stop])
         for block in exact.tolist():
-            self.pool.publish(int(lists.pages[0, block]), chain[block])
+            self.pool.publish(int(pages[0, block]), chain[block])
         found = np.array([self.pool.lookup(chain[block]) for block in exact], np.int64)
-        self.local_pages.record(found, lists.pages[1:, exact])
-        while first < stop:
-            last = first + 1
-            while last < stop and is_exact[last] == is_exact[first]:
-                last += 1
-            self._insert(sequence, lists, tokens, range(first, last), is_exact[first])
-            first = last
-        sequence.num_offered = stop
+        self.local_pages.record(found, pages[1:, exact])
+        self.local_pages.record(pages[0, first:stop], pages[1:, first:stop])
+        self.index.offer(sequence.offer, tokens, pages[0, :stop], is_exact)
 
     def source_slots(self, plan: Plan) -> Tensor:
         """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
@@ -155,14 +125,7 @@ class Known:
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
-        index = self.similar if self.similar is not None and sequence.matches_similar else self.index
-        matches = index.match(
-            sequence.prompt,
-            sequence.scope,
-            free=free,
-            allow_approximate=self.approximate_sources,
-            require_clean_context=self.require_clean_context,
-        )
+        matches = self.index.match(sequence.prompt, sequence.scope, free=free, similar=sequence.matches_similar)
         if not (sequence.policy.grafts_local_heads and self.layout.num_local_lists):
             return matches
         return [
@@ -170,47 +133,3 @@ class Known:
             for match in matches
             for part in match.where(self.local_pages.complete(match.pages), self.pool.block_size)
         ]
-
-    def exact_blocks(self, sequence: Sequence, count: int) -> np.ndarray:
-        """Which of its first blocks hold exact KV, bool [count]: those before the first graft and exact hits behind."""
-        size = self.pool.block_size
-        is_exact = np.arange(1, count + 1) * size <= sequence.first_approximate
-        hits = sequence.admitted_plan.prefix[: count * size : size].numpy()
-        is_exact[: hits.size] |= hits
-        return is_exact
-
-    def name(self, tokens: np.ndarray, pages: Items[int], source: int, source_start: int, scope: bytes) -> None:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
-        entries = self.index.insert(
-            tokens,
-            np.array(pages, np.int32),
-            self.pool.versions[pages],
-            source=source,
-            source_start=source_start,
-            scope=scope,
-        )
-        if self.similar is not None:
-            self.similar.insert(entries, scope)
-
-    def _insert(self, sequence: Sequence, lists: PageLists, tokens: np.ndarray, blocks: range, exact: bool) -> None:
-        """Name consecutive blocks of one lineage."""
-        if not (exact or self.approximate_sources):
-            sequence.last_entry = -1
-            return
-        size, where = self.pool.block_size, slice(blocks.start, blocks.stop)
-        pages = lists.pages[0, where]
-        self.pool.keep(pages.tolist())
-        self.local_pages.record(pages, lists.pages[1:, where])
-        entries = self.index.insert(
-            tokens[blocks.start * size : blocks.stop * size],
-            pages.astype(np.int32),
-            self.pool.versions[pages],
-            source=sequence.source,
-            source_start=blocks.start * size,
-            scope=sequence.scope,
-            lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
-            after=sequence.last_entry,
-        )
-        if self.similar is not None:
-            self.similar.insert(entries, sequence.scope)
-        sequence.last_entry = int(entries[-1])

@@ -1,0 +1,124 @@
+"""What is in the pages of a pool and can be grafted."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.pages import Pages
+from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.segment_index import SegmentIndex
+from kvgraft.segments.segmentation import Similarity
+
+
+class ReuseIndex:
+    """Finds known text for prompts, and registers what requests have computed.
+
+    Args:
+        approximate_sources: let content computed after grafts be grafted again (off: exact content only).
+        require_clean_context: graft only text that stood at the beginning of what it was read in.
+        similarity, anchors: of near-duplicates, see `SegmentIndex`.
+    """
+
+    def __init__(
+        self,
+        pool: Pages,
+        *,
+        approximate_sources: bool = False,
+        require_clean_context: bool = False,
+        similarity: Similarity | None = None,
+        anchors: Iterable[Sequence[int]] = (),
+    ) -> None:
+        self.pool = pool
+        self.cuts = similarity, list(anchors)
+        self.segments = SegmentIndex(pool.block_size, pool.is_live, *self.cuts)
+        self.approximate_sources = approximate_sources
+        self.require_clean_context = require_clean_context
+
+    def __len__(self) -> int:
+        """Blocks that are registered, live and stale."""
+        return len(self.segments.blocks)
+
+    @property
+    def knows_similar(self) -> bool:
+        """Whether near-duplicates are found."""
+        return self.segments.similar is not None
+
+    def match(self, tokens: np.ndarray, scope: bytes, *, free: np.ndarray, similar: bool) -> list[Match]:
+        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set; `similar` adds near-duplicates."""
+        return self.segments.match(
+            tokens,
+            scope,
+            free=free,
+            similar=similar,
+            allow_approximate=self.approximate_sources,
+            require_clean_context=self.require_clean_context,
+        )
+
+    def offer(
+        self,
+        offer: Offer,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        is_exact: np.ndarray,
+        *,
+        unlimited: bool = False,
+    ) -> None:
+        """Register the blocks of a request that were not registered before.
+
+        Args:
+            tokens: of all its n full blocks, int64 [n * block_size].
+            pages: where they are, int64 [n].
+            is_exact: bool [n]. Others are approximate: registered only with `approximate_sources`.
+            unlimited: register blocks even where enough others hold the content (what is frozen outlives them).
+        """
+        first, stop = offer.num_registered, len(pages)
+        cuts = (first + 1 + np.flatnonzero(np.diff(is_exact[first:stop]))).tolist()
+        for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
+            if begin < end:
+                self._register(offer, tokens, pages, slice(begin, end), bool(is_exact[begin]), unlimited)
+        offer.num_registered = max(first, stop)
+
+    def register(self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes) -> None:
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
+        where, versions = np.asarray(pages, np.int64), self.pool.versions_of(pages)
+        self.segments.insert(tokens, where, versions, source=source, source_start=source_start, scope=scope)
+
+    def _register(
+        self, offer: Offer, tokens: np.ndarray, pages: np.ndarray, where: slice, exact: bool, unlimited: bool
+    ) -> None:
+        """Consecutive blocks of one lineage."""
+        if not (exact or self.approximate_sources):
+            offer.last_entry = -1
+            return
+        size, held = self.pool.block_size, pages[where].tolist()
+        self.pool.keep(held)
+        ids = self.segments.insert(
+            tokens[where.start * size : where.stop * size],
+            pages[where],
+            self.pool.versions_of(held),
+            source=offer.source,
+            source_start=where.start * size,
+            scope=offer.scope,
+            lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
+            after=offer.last_entry,
+            unlimited=unlimited,
+        )
+        offer.last_entry = int(ids[-1])
+        offer.num_entries += int((ids >= 0).sum())
+
+
+def wants_similar(match: object, *, offered: bool, how: str) -> bool:
+    """Whether a request that asks for this matching (`exact`, `similar`, None: what is offered) gets near-duplicates.
+
+    Args:
+        how: what to do so that they are offered, for the message.
+
+    Raises:
+        ValueError: it asks for what does not exist, or is not offered.
+    """
+    if match not in (None, "exact", "similar"):
+        raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
+    if match == "similar" and not offered:
+        raise ValueError(f"match 'similar': only identical text is known here, {how}")
+    return offered and match != "exact"

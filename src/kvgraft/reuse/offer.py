@@ -1,0 +1,72 @@
+"""What one request leaves behind for others to reuse, and how much of it they know of."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from kvgraft.segments.keys import chain_hashes
+from kvgraft.segments.store import Chunk
+
+NEVER = 1 << 62  # a position behind every token
+_numbers = count()
+
+
+@dataclass(eq=False)
+class Offer:
+    """The full blocks of a request, as a source of segments.
+
+    Attributes:
+        scope: digest of model and namespace, the root of every key of its content.
+        source: number of this token sequence, of no other one.
+        first_approximate: position from which its KV may differ from full recomputation.
+        num_registered: leading blocks that were offered; `last_entry` is the index entry of the last of them.
+        num_stored: leading blocks that the store was given.
+        num_entries: index entries that it has added.
+    """
+
+    scope: bytes
+    source: int = -1
+    first_approximate: int = NEVER
+    num_registered: int = 0
+    last_entry: int = -1
+    num_stored: int = 0
+    num_entries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.source < 0:
+            self.source = next(_numbers)
+
+    def restart(self) -> None:
+        """Its blocks have been given back, and it will have others."""
+        self.num_registered, self.last_entry, self.num_stored = 0, -1, 0
+
+    def exact_blocks(self, num_blocks: int, block_size: int, hits: np.ndarray | None = None) -> np.ndarray:
+        """Which of its first blocks hold exact KV, bool [num_blocks]: those that end before the first graft, and exact
+        `hits` bool [h] behind it."""
+        is_exact = np.arange(1, num_blocks + 1) * block_size <= self.first_approximate
+        if hits is not None:
+            is_exact[: hits.size] |= hits[:num_blocks]
+        return is_exact
+
+    def chunks(
+        self, tokens: np.ndarray, is_exact: np.ndarray, namespace: str, first_source: int, chunk_blocks: int
+    ) -> Iterator[tuple[Chunk, slice]]:
+        """What the store does not have yet of the blocks of `tokens` int64 [n * block_size]: chunks of exact ones, and
+        which blocks each has.
+
+        Args:
+            is_exact: bool [n].
+            first_source: number from which this process counts its sources.
+        """
+        stop = len(is_exact)
+        size = len(tokens) // stop if stop else 1
+        chains = chain_hashes(tokens, size, self.scope) if stop > self.num_stored else []
+        for begin in range(self.num_stored, stop, chunk_blocks):
+            exact = is_exact[begin : begin + chunk_blocks]
+            where = slice(begin, begin + (len(exact) if exact.all() else int(exact.argmin())))
+            if where.stop > begin:
+                named, part = tuple(chains[where]), tokens[begin * size : where.stop * size]
+                yield Chunk(self.scope, namespace, named, part, first_source + self.source, begin * size), where
+        self.num_stored = max(stop, self.num_stored)

@@ -1,0 +1,77 @@
+"""Identical text and, if wanted, near-duplicates of it: one index of blocks, and one of segments beside it."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvgraft.segments.index import VirtualBlockIndex
+from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.similar import SimilarIndex
+from kvgraft.segments.table import IsLive
+
+
+class SegmentIndex:
+    """Blocks by content, wherever they stand in a prompt.
+
+    Args:
+        is_live: of `VirtualBlockIndex`.
+        similarity: what counts as a near-duplicate; None knows identical text only.
+        anchors: token sequences that begin a segment, for near-duplicates.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        is_live: IsLive,
+        similarity: Similarity | None = None,
+        anchors: Iterable[Sequence[int]] = (),
+    ) -> None:
+        self.blocks = VirtualBlockIndex(block_size, is_live)
+        self.similar = SimilarIndex(self.blocks, similarity, anchors) if similarity else None
+
+    def nbytes(self) -> int:
+        """Host memory in bytes."""
+        return self.blocks.nbytes() + (0 if self.similar is None else self.similar.nbytes())
+
+    def insert(
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        versions: np.ndarray,
+        *,
+        source: int,
+        source_start: int,
+        scope: bytes,
+        lineage: Lineage = Lineage.EXACT,
+        after: int = -1,
+        unlimited: bool = False,
+    ) -> np.ndarray:
+        """Name consecutive blocks of one source, and know the segments in them; arguments and result are those of
+        `VirtualBlockIndex.insert`."""
+        at = {"source": source, "source_start": source_start, "scope": scope}
+        ids = self.blocks.insert(tokens, pages, versions, **at, lineage=lineage, after=after, unlimited=unlimited)  # type: ignore[arg-type]
+        if self.similar is not None:
+            self.similar.insert(ids, scope)
+        return ids
+
+    def match(
+        self,
+        tokens: np.ndarray,
+        scope: bytes,
+        *,
+        free: np.ndarray | None = None,
+        similar: bool = False,
+        allow_approximate: bool = False,
+        require_clean_context: bool = False,
+    ) -> list[Match]:
+        """What of a prompt is known, with `similar` near-duplicates, too; arguments are those of
+        `VirtualBlockIndex.match`."""
+        index = self.similar if similar and self.similar is not None else self.blocks
+        return index.match(
+            tokens,
+            scope,
+            free=free,
+            allow_approximate=allow_approximate,
+            require_clean_context=require_clean_context,
+        )
