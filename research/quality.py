@@ -51,8 +51,8 @@ SAMKV = tuple(  # SamKV Table 4, at 15 % kept: selection, personalised bias, rec
 )  # fmt: skip
 CONDENSE = (  # each of its parts changed
     "condense", "condense:rounds=1", "condense:rounds=2", "condense:hop_tokens=0", "condense:skipped_share=0.0",
-    "condense:halo_blocks=0", "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion", "condense:kept_share=0.1",
-    "condense:kept_share=0.14", "condense:kept_share=0.2",
+    "condense:halo_blocks=0", "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion",
+    "condense:kept_share=0.1", "condense:kept_share=0.14", "condense:kept_share=0.2",
 )  # fmt: skip
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
@@ -130,7 +130,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
         families={
-            **{f"boundary {b}": tuple(f"sparsex:boundary_layers={b},recompute_share={k}" for k in TOPK) for b in range(5)},
+            **{
+                f"boundary {b}": tuple(f"sparsex:boundary_layers={b},recompute_share={k}" for k in TOPK)
+                for b in range(5)
+            },
             "boundary 2, no overflow": tuple(
                 f"sparsex:boundary_layers=2,recompute_share={k},overflow_blocks=0" for k in TOPK
             ),

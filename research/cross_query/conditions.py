@@ -15,7 +15,7 @@ from kvgraft.segments.store import StoreOptions
 
 ANCHORS = ("thought :", "observation :", "doc")  # of the scaffold, in the words of the bundled model
 CONTEXT = 0.5  # least similarity of left contexts: the paper wants a threshold, and names none
-_PUBLISHED = {"tau": 0.8, "context": CONTEXT, "context_tokens": 64}
+_PUBLISHED = {"tau": 0.8, "context_tau": CONTEXT, "context_tokens": 64}
 
 
 @dataclass(frozen=True)

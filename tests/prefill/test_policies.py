@@ -57,7 +57,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("", "unknown policy ''"),
         (
             "sparsex:budget=1",
-            "no option 'budget': it has rows, reduction, unit, boundary_layers, boundary_share, recompute_share, overflow",
+            "no option 'budget': it has rows, reduction, unit, boundary_layers, boundary_share, recompute_share",
         ),
         ("full:topk=1", "no option 'topk': it has none"),
         ("sparsex:recompute_share=much", "recompute_share must be a share from 0 to 1, got 'much'"),
