@@ -16,7 +16,12 @@ from research.cross_query.hypotheses import KL
 from research.cross_query.runner import PLAIN, StepRow
 
 mpl.use("Agg")
-_NAMES = {"reused_share": "L_reuse, share of layers", "halo_tokens": "h, tokens", "tau": "tau", "context_tokens": "W, tokens"}
+_NAMES = {
+    "reused_share": "L_reuse, share of layers",
+    "halo_tokens": "h, tokens",
+    "tau": "tau",
+    "context_tokens": "W, tokens",
+}
 
 
 def write_pictures(rows: Sequence[StepRow], divergences: Sequence[DivergenceRow], directory: Path) -> list[Path]:

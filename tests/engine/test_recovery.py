@@ -54,7 +54,7 @@ def engines(model_dirs: dict[str, Path]) -> dict[tuple[str, int], Engine]:
             dtype="float32",
             block_size=size,
             head_map=make_head_map(model_dirs[family]),
-            exits=(0, 1, 2),
+            residual_layers=(0, 1, 2),
             poison_dropped_pages=True,
         )
         for family in FAMILIES

@@ -20,7 +20,7 @@ def shared(model_dirs: dict[str, Path]) -> Engine:
         model_dirs["qwen3"],
         dtype="float32",
         match="similar:tau=0.3,window_tokens=64",
-        exits=(1, 2, 3),
+        residual_layers=(1, 2, 3),
         poison_dropped_pages=True,
     )
 
@@ -178,8 +178,8 @@ def test_what_the_engine_does_not_keep_is_refused(model_dirs: dict[str, Path], f
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=16)
     with pytest.raises(RequestError, match=message):
         engine.generate([Request(tokens(20, 1), **fields)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="exits"):
-        Engine(model_dirs["llama"], num_pages=16, exits=(7, -1))
+    with pytest.raises(ValueError, match="residual_layers"):
+        Engine(model_dirs["llama"], num_pages=16, residual_layers=(7, -1))
 
 
 def test_the_policy_of_the_engine_says_what_is_kept(model_dirs: dict[str, Path]):

@@ -108,7 +108,7 @@ def test_namespaces(model: Path, tmp_path: Path, disk: bool):
 
 
 def test_near_duplicates_and_residual_streams_come_back(model: Path, tmp_path: Path):
-    settings = {"match": "similar:tau=0.3,window_tokens=64", "exits": (2,)}
+    settings = {"match": "similar:tau=0.3,window_tokens=64", "residual_layers": (2,)}
     edited = [3 + place % 7 if place % 20 == 19 else token for place, token in enumerate(KNOWN)]
     policy = Similar(reused_layers=2, halo_tokens=2, probe_tokens=0)
     with start(model, on_disk(tmp_path), **settings) as engine:
@@ -118,7 +118,9 @@ def test_near_duplicates_and_residual_streams_come_back(model: Path, tmp_path: P
         result = ask(engine, edited, policy, remember=False)
         assert result.report.grafted_tokens == at_once.report.grafted_tokens > 130
         assert torch.equal(result.first_logits, at_once.first_logits)  # type: ignore[arg-type]
-    with start(model, on_disk(tmp_path), match="exact", exits=(1,)) as engine:  # what is stored lacks what it keeps
+    with start(
+        model, on_disk(tmp_path), match="exact", residual_layers=(1,)
+    ) as engine:  # what is stored lacks what it keeps
         assert ask(engine, KNOWN, remember=False).report.prefix_tokens == 0
 
 

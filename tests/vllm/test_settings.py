@@ -33,7 +33,7 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, match, exits, approximate_sources",
+            "no KVGraft setting 'polcy': allowed are policy, match, residual_layers, approximate_sources",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),

@@ -69,7 +69,12 @@ def test_without_a_store_they_are_gone():
 
 @pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[int]], tmp_path: Path, int8: bool):
-    settings = {"store_dir": str(tmp_path / "store"), "store_int8": int8, "match": "similar:tau=0.4", "exits": [3]}
+    settings = {
+        "store_dir": str(tmp_path / "store"),
+        "store_int8": int8,
+        "match": "similar:tau=0.4",
+        "residual_layers": [3],
+    }
     run([], [], [KNOWN], **settings)
     with StoreDirectory(tmp_path / "store") as stored:
         assert sum(len(row.record.chunk.tokens) for row in stored.list()) == 608  # with the answer

@@ -19,7 +19,7 @@ from kvgraft.decode.planner import Group, Template, size_of
 from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.vtensor import Blocks
 from kvgraft.kernels import dispatch
-from kvgraft.kernels.room import PIECE, take
+from kvgraft.kernels.scratch import PIECE, take
 
 Data = Any  # a tensor, or a number that stands for one
 CHUNK_BYTES = PIECE  # of what a group holds at a time

@@ -51,7 +51,7 @@ class Engine:
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none.
-        policies: others that requests may name; what they need (`match`, `exits`) is kept from the start.
+        policies: others that requests may name; what they need (`match`, `residual_layers`) is kept from the start.
         flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense.
             The caches of a flow come on top of the KV pool.
         max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
@@ -61,7 +61,7 @@ class Engine:
             sparser model that the map describes.
         match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
             the policies want.
-        exits: layers of which the residual stream that enters them is kept beside keys and
+        residual_layers: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
@@ -98,7 +98,7 @@ class Engine:
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
         match: str | Similarity | None = None,
-        exits: Items[int] = (),
+        residual_layers: Items[int] = (),
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         anchors: Items[str] = (),
@@ -127,7 +127,9 @@ class Engine:
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
-        needed, similarity = needs((self.policy, *map(parse_policy, policies)), exits, match, config.num_layers)
+        needed, similarity = needs(
+            (self.policy, *map(parse_policy, policies)), residual_layers, match, config.num_layers
+        )
         pool, cache = make_pool(
             config,
             layout,
@@ -137,7 +139,7 @@ class Engine:
             kv_gib=kv_gib,
             num_pages=num_pages,
             max_length=self.max_length,
-            exits=needed,
+            residual_layers=needed,
             poison=poison_dropped_pages,
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
@@ -314,7 +316,7 @@ class Engine:
             tokenised = self._reader.read(request)
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
-            self.memory.cache.require_residuals(policy.exits(self.config.num_layers))
+            self.memory.cache.require_residuals(policy.residual_layers(self.config.num_layers))
             similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1

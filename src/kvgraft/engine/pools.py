@@ -41,26 +41,28 @@ def make_pool(
     kv_gib: float,
     num_pages: int | None,
     max_length: int,
-    exits: Iterable[int],
+    residual_layers: Iterable[int],
     poison: bool,
 ) -> tuple[PagePool, KVCache]:
     """A pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
 
     Args:
-        exits: layers of which the residual stream that enters them is kept beside keys and values.
+        residual_layers: layers of which the residual stream that enters them is kept beside keys and values.
 
     Raises:
         ValueError: an exit is no layer of the model.
     """
-    exits, latent = sorted(set(exits)), config.latent is not None
-    if exits and not 0 <= exits[0] <= exits[-1] < config.num_layers:
-        raise ValueError(f"exits {exits}: layers of this model are 0 to {config.num_layers - 1}")
+    residual_layers, latent = sorted(set(residual_layers)), config.latent is not None
+    if residual_layers and not 0 <= residual_layers[0] <= residual_layers[-1] < config.num_layers:
+        raise ValueError(f"residual_layers {residual_layers}: layers of this model are 0 to {config.num_layers - 1}")
     if num_pages is None:
-        beside = len(exits) * config.hidden_size
+        beside = len(residual_layers) * config.hidden_size
         page_bytes = KVCache.bytes_per_page(layout, block_size, config.head_dim, dtype, latent, beside)
         num_pages = min(int(kv_gib * 2**30) // page_bytes, PROMPTS * layout.num_lists * -(-max_length // block_size))
     pool = PagePool(num_pages, block_size)
-    cache = KVCache(layout, num_pages, block_size, config.head_dim, dtype, device, latent, exits, config.hidden_size)
+    cache = KVCache(
+        layout, num_pages, block_size, config.head_dim, dtype, device, latent, residual_layers, config.hidden_size
+    )
     if poison:
         cache.poison(range(num_pages))
         pool.on_drop = cache.poison
@@ -68,10 +70,10 @@ def make_pool(
 
 
 def needs(
-    policies: Sequence[Policy], exits: Sequence[int], match: str | Similarity | None, num_layers: int
+    policies: Sequence[Policy], residual_layers: Sequence[int], match: str | Similarity | None, num_layers: int
 ) -> tuple[set[int], Similarity | None]:
     """What is to be kept for these policies, beside what was asked for: exit layers, and what near-duplicates are."""
-    layers = set(exits)
-    layers.update(layer for policy in policies for layer in policy.exits(num_layers))
+    layers = set(residual_layers)
+    layers.update(layer for policy in policies for layer in policy.residual_layers(num_layers))
     usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"
     return layers, match if isinstance(match, Similarity) else parse_match(match or usual)

@@ -65,7 +65,7 @@ class NativePrefill(PagedPrefill):
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
         self.head_paging = cache.layout.num_local_lists > 0
-        self.exits = tuple(cache.residuals)
+        self.residual_layers = tuple(cache.residuals)
         self._decoder = decoder
         self._cache = cache
         self._token_ids = token_ids
@@ -95,7 +95,7 @@ class NativePrefill(PagedPrefill):
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         if index not in self._cache.residuals:
-            raise ValueError(f"no residual stream is kept at layer {index}: kept are {list(self.exits)}")
+            raise ValueError(f"no residual stream is kept at layer {index}: kept are {list(self.residual_layers)}")
         if bool((where & ~self.plan.grafted).any()):
             raise ValueError("only grafted tokens have a residual stream from before")
         return Hidden(self._cache.residuals[index][self._slots_of(where)[0]], where)

@@ -54,9 +54,9 @@ class Wrapped(Policy):
         """As the policy does."""
         return self.policy.uses_grafts
 
-    def exits(self, num_layers: int) -> tuple[int, ...]:
+    def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """As the policy does."""
-        return self.policy.exits(num_layers)
+        return self.policy.residual_layers(num_layers)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """As the policy does."""
@@ -100,7 +100,7 @@ class Recording(PrefillContext):
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
         self.plan, self.block_size = inner.plan, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
-        self.head_map, self.counts, self.exits = inner.head_map, inner.counts, inner.exits
+        self.head_map, self.counts, self.residual_layers = inner.head_map, inner.counts, inner.residual_layers
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:

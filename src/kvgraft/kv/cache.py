@@ -22,7 +22,7 @@ class KVCache:
 
     Args:
         latent: what is kept of a token serves as its key and as its value (MLA): both are the same tensor.
-        exits: layers of which the residual stream that enters them is kept, too, of `hidden_size` numbers a token; it
+        residual_layers: layers of which the residual stream that enters them is kept, too, `hidden_size` numbers a token; it
             lies in the pages of the first list.
     """
 
@@ -35,7 +35,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         latent: bool = False,
-        exits: Sequence[int] = (),
+        residual_layers: Sequence[int] = (),
         hidden_size: int = 0,
     ) -> None:
         shape = (layout.width, num_pages * block_size, head_dim)
@@ -44,7 +44,7 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = self.keys if latent else torch.empty_like(self.keys)
         self.pools = (self.keys,) if latent else (self.keys, self.values)
-        self.residuals = {layer: self.keys.new_empty(shape[1], hidden_size) for layer in sorted(exits)}
+        self.residuals = {layer: self.keys.new_empty(shape[1], hidden_size) for layer in sorted(residual_layers)}
 
     @staticmethod
     def bytes_per_page(
@@ -79,10 +79,12 @@ class KVCache:
         """Raise ValueError unless the residual stream that enters these layers is kept."""
         if missing := sorted(set(layers) - self.residuals.keys()):
             kept = ", ".join(map(str, self.residuals)) or "none"
-            raise ValueError(f"the residual stream that enters layer {missing[0]} is not kept (exits: {kept})")
+            raise ValueError(
+                f"the residual stream that enters layer {missing[0]} is not kept (residual_layers: {kept})"
+            )
 
     def write_residual(self, layer: int, slots: Tensor, states: Tensor) -> None:
-        """Keep the states [n, D] that enter a layer, if it is one of the exits, at slots int64 [lists, n]."""
+        """Keep the states [n, D] that enter a layer, if it is one of the residual_layers, at slots int64 [lists, n]."""
         if layer in self.residuals:
             self.residuals[layer][slots[0]] = states
 

@@ -57,7 +57,7 @@ class PrefillContext(ABC):
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
         head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
-        exits: layers of which the host keeps the residual stream that enters them.
+        residual_layers: layers of which the host keeps the residual stream that enters them.
         counts: of each prompt what a policy wants counted, by name; the host reports it.
     """
 
@@ -67,7 +67,7 @@ class PrefillContext(ABC):
     block_size: int
     head_map: HeadMap | None = None
     head_paging: bool = False
-    exits: tuple[int, ...] = ()
+    residual_layers: tuple[int, ...] = ()
     counts: Sequence[Counter[str]]
 
     @abstractmethod
@@ -119,8 +119,8 @@ class PrefillContext(ABC):
         queries of the last `layer` or `project` call, which must have been at this layer and have included them."""
 
     def residual(self, index: int, where: Tensor) -> Hidden:
-        """What entered the layer `index`, one of `exits`, when the grafted tokens in `where` bool [T] were computed at
-        their source (cross-query reuse). Needs a graft first. Not every host has it."""
+        """What entered the layer `index`, one of `residual_layers`, when the grafted tokens in `where` bool [T] were
+        computed at their source (cross-query reuse). Needs a graft first. Not every host has it."""
         raise NotImplementedError("this host keeps no residual stream")
 
     def logits(self, hidden: Hidden) -> Tensor:
@@ -155,7 +155,7 @@ class Policy(ABC):
         options = ",".join(f"{n}={value}" for n, value in given.items() if value is not None and n not in unused)
         return f"{self.name}:{options}" if options else self.name
 
-    def exits(self, num_layers: int) -> tuple[int, ...]:
+    def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """Layers of which it needs the residual stream that enters them."""
         return ()
 

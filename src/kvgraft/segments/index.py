@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from kvgraft.segments.claims import grow, longest_first
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
 from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.run_selection import grow, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion

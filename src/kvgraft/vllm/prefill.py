@@ -56,7 +56,7 @@ class VllmPrefill(PagedPrefill):
         super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
-        self.exits = host.residuals.exits
+        self.residual_layers = host.residuals.residual_layers
         self._host = host
         self._token_ids = token_ids
         self._tables = tables

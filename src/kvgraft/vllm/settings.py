@@ -21,7 +21,7 @@ class Settings:
         policy: for requests that name none; `name` or `name:option=value,...`.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.
-        exits: layers of which the residual stream that enters them is kept, for requests
+        residual_layers: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
         approximate_sources: let content computed after grafts be grafted again.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
@@ -38,7 +38,7 @@ class Settings:
 
     policy: str = DEFAULT_POLICY
     match: str | None = None
-    exits: tuple[int, ...] = ()
+    residual_layers: tuple[int, ...] = ()
     approximate_sources: bool = False
     require_clean_context: bool = False
     watermark: float = 0.9
@@ -70,9 +70,9 @@ class Settings:
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
         return StoreOptions(self.store_dir, *sizes, self.store_int8)
 
-    def exit_layers(self, num_layers: int) -> set[int]:
-        """`exits`, and what the policy needs."""
-        return {*self.exits, *self.default.policy.exits(num_layers)}
+    def kept_residual_layers(self, num_layers: int) -> set[int]:
+        """`residual_layers`, and what the policy needs."""
+        return {*self.residual_layers, *self.default.policy.residual_layers(num_layers)}
 
     @classmethod
     def of(cls, config: Any) -> "Settings":
@@ -95,10 +95,10 @@ class Settings:
         if not (settings.match is None or isinstance(settings.match, str)):
             raise ValueError(f"match must be a string, got {settings.match!r}")
         _ = settings.similarity
-        if not isinstance(settings.exits, list | tuple):
-            raise ValueError(f"exits must be a list of layers, got {settings.exits!r}")
-        for layer in settings.exits:
-            require_at_least("exits", layer, 0)
+        if not isinstance(settings.residual_layers, list | tuple):
+            raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
+        for layer in settings.residual_layers:
+            require_at_least("residual_layers", layer, 0)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
         for name in ("watermark", "frozen_capacity"):

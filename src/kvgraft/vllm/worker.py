@@ -45,7 +45,7 @@ def kv_share(config: Any) -> float:
     model, parallel = config.model_config, config.parallel_config
     num_layers = model.get_num_layers(parallel)
     kv = 2 * num_layers * model.get_num_kv_heads(parallel) * model.get_head_size()
-    return float(kv / (kv + len(Settings.of(config).exit_layers(num_layers)) * model.get_hidden_size()))
+    return float(kv / (kv + len(Settings.of(config).kept_residual_layers(num_layers)) * model.get_hidden_size()))
 
 
 def recovery_bytes(config: Any) -> int:

@@ -22,7 +22,7 @@ QUESTION = "question : note of bell ? answer :"
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    engine = Engine(MODEL_DIR, dtype="float32", exits=(3,))
+    engine = Engine(MODEL_DIR, dtype="float32", residual_layers=(3,))
     send(engine, ["note grey means 77 . ", Segment(PAGE), QUESTION], Full(), remember=True)
     return engine
 

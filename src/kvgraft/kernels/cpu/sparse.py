@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.room import PIECE, take
+from kvgraft.kernels.scratch import PIECE, take
 
 
 def block_sparse_attention(

@@ -42,13 +42,13 @@ class Similar(Policy):
         require_amount("max_kl", self.max_kl)
         require_choice("probe_at", self.probe_at, get_args(ProbeAt))
 
-    def exits(self, num_layers: int) -> tuple[int, ...]:
+    def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layer above those that are reused."""
         return (min(count_layers(self.reused_layers, self.reused_share, num_layers), num_layers - 1),)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Compute with all segments inside their halos reused; if the probe rejects some, again without these."""
-        [first_computed] = self.exits(ctx.num_layers)
+        [first_computed] = self.residual_layers(ctx.num_layers)
         bottom, top = range(first_computed), range(first_computed, ctx.num_layers)
         ctx.graft(range(ctx.num_layers))
         stored = ctx.residual(first_computed, ctx.plan.grafted)  # computing a token overwrites what is kept of it

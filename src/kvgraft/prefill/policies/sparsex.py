@@ -35,7 +35,7 @@ class SparseX(SelectsByAttention):
         require_at_least("tail_tokens", self.tail_tokens, 1)
         require_choice("shallow", self.shallow, get_args(Shallow))
 
-    def exits(self, num_layers: int) -> tuple[int, ...]:
+    def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """The boundary, if only fresh tokens are computed below it."""
         boundary = self._boundary(num_layers)
         return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
@@ -45,7 +45,7 @@ class SparseX(SelectsByAttention):
         they do not: grafted tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
         plan, boundary = ctx.plan, self._boundary(ctx.num_layers)
         deep = range(boundary, ctx.num_layers)
-        if self.exits(ctx.num_layers):
+        if self.residual_layers(ctx.num_layers):
             ctx.graft(range(ctx.num_layers))
             stored = ctx.residual(boundary, plan.grafted)
             hidden = ctx.run(range(boundary), ctx.embed(plan.fresh)).joined(stored)

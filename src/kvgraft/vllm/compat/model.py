@@ -29,13 +29,13 @@ class ModelHost:
 
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
-        exits: layers of which the residual stream that enters them is kept.
+        residual_layers: layers of which the residual stream that enters them is kept.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
     """
 
-    def __init__(self, runner: Any, exits: Iterable[int] = ()) -> None:
+    def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
         self.device: torch.device = runner.device
         model = runner.get_model()
@@ -57,7 +57,7 @@ class ModelHost:
         names = [attention.layer_name for attention in self.attentions]
         num_slots = int(self.config.cache_config.num_gpu_blocks or 0) * self.block_size
         shape = (num_slots, self.config.model_config.get_hidden_size(), self.dtype, self.device)
-        self.residuals = ResidualStreams(self.layers, names, exits, *shape)
+        self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""

@@ -17,7 +17,7 @@ class ResidualStreams:
     Args:
         layers: the decoder layers of the model, called as `layer(positions, hidden, residual)`.
         names: of their attention layers, by which the forward context knows the slots of a step.
-        exits: which of them.
+        residual_layers: which of them.
         num_slots: of the cache.
     """
 
@@ -25,7 +25,7 @@ class ResidualStreams:
         self,
         layers: list[nn.Module],
         names: list[str],
-        exits: Iterable[int],
+        residual_layers: Iterable[int],
         num_slots: int,
         hidden_size: int,
         dtype: torch.dtype,
@@ -33,12 +33,12 @@ class ResidualStreams:
     ) -> None:
         self.names = names
         shape = (num_slots + 1, hidden_size)  # the last row is for padding, whose slot is -1
-        self.states = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in sorted(exits)}
+        self.states = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in sorted(residual_layers)}
         for layer in self.states:
             layers[layer].register_forward_pre_hook(lambda _, given, layer=layer: self._keep(layer, *given))
 
     @property
-    def exits(self) -> tuple[int, ...]:
+    def residual_layers(self) -> tuple[int, ...]:
         """The layers."""
         return tuple(self.states)
 

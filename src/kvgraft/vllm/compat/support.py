@@ -120,10 +120,14 @@ def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _residual_reasons(config: VllmConfig) -> Iterator[str]:
-    exits = Settings.of(config).exit_layers(config.model_config.get_num_layers(config.parallel_config))
-    if exits and not config.model_config.enforce_eager:
-        yield f"the residual stream of layers {sorted(exits)} in compiled graphs: start with --enforce-eager"
-    if beyond := [layer for layer in exits if layer >= config.model_config.get_num_layers(config.parallel_config)]:
+    residual_layers = Settings.of(config).kept_residual_layers(
+        config.model_config.get_num_layers(config.parallel_config)
+    )
+    if residual_layers and not config.model_config.enforce_eager:
+        yield f"the residual stream of layers {sorted(residual_layers)} in compiled graphs: start with --enforce-eager"
+    if beyond := [
+        layer for layer in residual_layers if layer >= config.model_config.get_num_layers(config.parallel_config)
+    ]:
         yield f"the residual stream of layer {beyond[0]}: the model has fewer layers"
 
 

@@ -63,8 +63,8 @@ class SchedulerSide:
         self._forgets = False  # what the workers have read
         self._sources = itertools.count()
         self.accounts = Accounts()
-        exits = self.settings.exit_layers(self._num_layers)
-        self._wishes = Wishes(self.settings.default, self._num_layers, exits, self._num_ranks)
+        residual_layers = self.settings.kept_residual_layers(self._num_layers)
+        self._wishes = Wishes(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""

@@ -16,13 +16,13 @@ class Wishes:
 
     Args:
         default: what those get that say nothing.
-        exits: layers of which the residual stream is kept.
+        residual_layers: layers of which the residual stream is kept.
     """
 
-    def __init__(self, default: RequestOptions, num_layers: int, exits: Set[int], num_ranks: int) -> None:
+    def __init__(self, default: RequestOptions, num_layers: int, residual_layers: Set[int], num_ranks: int) -> None:
         self._default = default
         self._num_layers = num_layers
-        self._exits = exits
+        self._residual_layers = residual_layers
         self._num_ranks = num_ranks
 
     def of(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
@@ -35,7 +35,7 @@ class Wishes:
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return self._default, "invalid_params"
-        missing = set(options.policy.exits(self._num_layers)) - self._exits
+        missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
         return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks)
 
 

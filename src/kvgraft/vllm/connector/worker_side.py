@@ -31,7 +31,7 @@ class WorkerSide:
         settings = Settings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
-        host = ModelHost(runner, settings.exit_layers(num_layers))
+        host = ModelHost(runner, settings.kept_residual_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         self._queue = RecoveryQueue(host, limit, library)
         if settings.store is not None:
