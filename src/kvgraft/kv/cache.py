@@ -22,8 +22,8 @@ class KVCache:
 
     Args:
         latent: what is kept of a token serves as its key and as its value (MLA): both are the same tensor.
-        residual_layers: layers of which the residual stream that enters them is kept, too, `hidden_size` numbers a token; it
-            lies in the pages of the first list.
+        residual_layers: layers of which the residual stream that enters them is kept, too, `hidden_size` numbers a
+            token; it lies in the pages of the first list.
     """
 
     def __init__(
