@@ -79,10 +79,15 @@ class ReuseIndex:
                 self._register(offer, tokens, pages, slice(begin, end), bool(is_exact[begin]), unlimited)
         offer.num_registered = max(first, stop)
 
-    def register(self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes) -> None:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages."""
+    def register(
+        self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes
+    ) -> list[bool]:
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages. False
+        for those that are known often enough without them."""
         where, versions = np.asarray(pages, np.int64), self.pool.versions_of(pages)
-        self.segments.insert(tokens, where, versions, source=source, source_start=source_start, scope=scope)
+        ids = self.segments.insert(tokens, where, versions, source=source, source_start=source_start, scope=scope)
+        found: list[bool] = (ids >= 0).tolist()
+        return found
 
     def _register(
         self, offer: Offer, tokens: np.ndarray, pages: np.ndarray, where: slice, exact: bool, unlimited: bool
@@ -104,6 +109,8 @@ class ReuseIndex:
             after=offer.last_entry,
             unlimited=unlimited,
         )
+        if not exact:
+            offer.approximate_pages.update(page for page, entry in zip(held, ids.tolist(), strict=True) if entry >= 0)
         offer.last_entry = int(ids[-1])
         offer.num_entries += int((ids >= 0).sum())
 

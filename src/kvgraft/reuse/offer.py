@@ -1,7 +1,7 @@
 """What one request leaves behind for others to reuse, and how much of it they know of."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -24,6 +24,7 @@ class Offer:
         num_registered: leading blocks that were offered; `last_entry` is the index entry of the last of them.
         num_stored: leading blocks that the store was given.
         num_entries: index entries that it has added.
+        approximate_pages: those of its pages that others may graft from although they are approximate.
     """
 
     scope: bytes
@@ -33,6 +34,7 @@ class Offer:
     last_entry: int = -1
     num_stored: int = 0
     num_entries: int = 0
+    approximate_pages: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.source < 0:
@@ -41,6 +43,7 @@ class Offer:
     def restart(self) -> None:
         """Its blocks have been given back, and it will have others."""
         self.num_registered, self.last_entry, self.num_stored = 0, -1, 0
+        self.approximate_pages.clear()
 
     def exact_blocks(self, num_blocks: int, block_size: int, hits: np.ndarray | None = None) -> np.ndarray:
         """Which of its first blocks hold exact KV, bool [num_blocks]: those that end before the first graft, and exact

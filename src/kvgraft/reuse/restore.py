@@ -66,11 +66,17 @@ def wanted_grafts(
     return list(dict.fromkeys(page for match in runs for page in match.pages.tolist()))
 
 
-def register_restored(index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int], scope: bytes) -> None:
-    """Let blocks that have come back into these pages be grafted."""
+def register_restored(
+    index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int], scope: bytes
+) -> list[bool]:
+    """Let blocks that have come back into these pages be grafted. False for those that are known often enough."""
+    registered = [False] * len(blocks)
     order = sorted(range(len(blocks)), key=lambda at: (blocks[at].source, blocks[at].source_start))
     starts = [(blocks[at].source, blocks[at].source_start) for at in order]
     for run in consecutive(starts, index.pool.block_size):
         tokens = np.concatenate([blocks[at].tokens for at in order[run]])
         source, start = starts[run.start]
-        index.register(tokens, [pages[at] for at in order[run]], source, start, scope)
+        found = index.register(tokens, [pages[at] for at in order[run]], source, start, scope)
+        for at, known in zip(order[run], found, strict=True):
+            registered[at] = known
+    return registered

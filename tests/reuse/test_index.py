@@ -1,0 +1,166 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvgraft.kv.pages import PagePool
+from kvgraft.reuse.index import ReuseIndex, wants_similar
+from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.reuse.pages import Pages
+from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
+from kvgraft.segments.keys import chain_hashes, scope_digest
+from kvgraft.segments.matches import Lineage
+from kvgraft.segments.store import Chunk, Record, Register
+
+SIZE = 4
+SCOPE, OTHER = scope_digest("m", "a"), scope_digest("m", "b")
+TOKENS = np.arange(100, 100 + 8 * SIZE)
+
+
+def offered(index: ReuseIndex, offer: Offer, num_blocks: int, pages: np.ndarray | None = None) -> np.ndarray:
+    if pages is None:
+        pages = np.array(index.pool.allocate(8))
+    index.offer(offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.exact_blocks(num_blocks, SIZE))
+    return pages
+
+
+def lineages(index: ReuseIndex, scope: bytes = SCOPE) -> list[tuple[int, int, Lineage]]:
+    free = np.ones(len(TOKENS), bool)
+    return [(m.start, m.length, m.lineage) for m in index.match(TOKENS, scope, free=free, similar=False)]
+
+
+def test_the_native_pool_satisfies_the_protocol():
+    pool: Pages = PagePool(4, SIZE)
+    assert pool.num_free == 4
+
+
+def test_what_a_request_offers_is_found_in_its_namespace_only():
+    index = ReuseIndex(PagePool(16, SIZE))
+    offer = Offer(SCOPE)
+    offered(index, offer, 8)
+    assert lineages(index) == [(0, 8 * SIZE, Lineage.EXACT)]
+    assert lineages(index, OTHER) == []
+    assert (offer.num_registered, offer.num_entries) == (8, 8)
+
+
+def test_blocks_behind_a_graft_are_registered_only_as_approximate_sources():
+    for approximate_sources in (False, True):
+        index = ReuseIndex(PagePool(16, SIZE), approximate_sources=approximate_sources)
+        offer = Offer(SCOPE, first_approximate=3 * SIZE + 1)
+        pages = offered(index, offer, 2)
+        offered(index, offer, 8, pages)
+        if approximate_sources:
+            assert lineages(index) == [(0, 8 * SIZE, Lineage.APPROXIMATE)]
+            assert offer.approximate_pages == set(pages[3:].tolist())
+        else:
+            assert lineages(index) == [(0, 3 * SIZE, Lineage.EXACT)]
+            assert offer.approximate_pages == set()
+        assert offer.num_registered == 8
+
+
+def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():
+    index = ReuseIndex(PagePool(32, SIZE))
+    offer = Offer(SCOPE)
+    pages = offered(index, offer, 3)
+    offered(index, offer, 8, pages)
+    assert lineages(index) == [(0, 8 * SIZE, Lineage.EXACT)]
+    offer.restart()
+    assert (offer.num_registered, offer.last_entry) == (0, -1)
+    offered(index, offer, 8)
+    assert offer.num_entries == 16
+
+
+def test_sources_have_numbers_of_their_own():
+    assert len({Offer(SCOPE).source for _ in range(50)}) == 50
+
+
+def test_exact_hits_behind_a_graft_are_exact():
+    offer = Offer(SCOPE, first_approximate=SIZE)
+    assert offer.exact_blocks(4, SIZE).tolist() == [True, False, False, False]
+    hits = np.array([False, False, True, False, True])
+    assert offer.exact_blocks(4, SIZE, hits).tolist() == [True, False, True, False]
+    assert Offer(SCOPE).first_approximate == NEVER
+
+
+def test_chunks_hold_exact_blocks_and_are_cut_once():
+    offer = Offer(SCOPE, source=7)
+    is_exact = np.array([True, True, True, False, True, True])
+    found = list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4))
+    chains = chain_hashes(TOKENS[: 6 * SIZE], SIZE, SCOPE)
+    assert [where for _, where in found] == [slice(0, 3), slice(4, 6)]
+    for chunk, where in found:
+        assert (chunk.source, chunk.source_start, chunk.namespace) == (1007, where.start * SIZE, "a")
+        assert chunk.chains == tuple(chains[where])
+        assert chunk.tokens.tolist() == TOKENS[where.start * SIZE : where.stop * SIZE].tolist()
+    assert list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4)) == []
+    [(rest, where)] = offer.chunks(TOKENS, np.array([*is_exact, True, True]), "a", 1000, 4)
+    assert (where, rest.source_start) == (slice(6, 8), 6 * SIZE)
+
+
+@dataclass
+class Block:
+    tokens: np.ndarray
+    source: int
+    source_start: int
+
+
+def register_with(num_blocks: int) -> Register:
+    register = Register(SIZE, 8)
+    tokens = TOKENS[: num_blocks * SIZE]
+    chunk = Chunk(SCOPE, "a", tuple(chain_hashes(tokens, SIZE, SCOPE)), tokens, 1, 0)
+    register.add(Record(chunk, {"keys": ("float32", (1, len(tokens), 1))}, int8=False))
+    return register
+
+
+def test_exact_blocks_are_wanted_as_far_as_the_host_can_use_them():
+    register, chains = register_with(5), chain_hashes(TOKENS, SIZE, SCOPE)
+    assert list(wanted_exact(register, chains, range(8), SCOPE, contiguous=True).values()) == [0, 1, 2, 3, 4]
+    assert list(wanted_exact(register, chains, [1, 4, 7], SCOPE, contiguous=False).values()) == [1, 4]
+    gap = [chains[0], b"x" * 32, chains[2]]
+    assert list(wanted_exact(register, gap, range(3), SCOPE, contiguous=True).values()) == [0]
+    assert list(wanted_exact(register, gap, range(3), SCOPE, contiguous=False).values()) == [0, 2]
+    assert wanted_exact(register, chains, range(8), OTHER, contiguous=False) == {}
+
+
+def test_grafts_are_wanted_longest_run_first_and_only_where_nothing_is_known():
+    register, index = register_with(6), ReuseIndex(PagePool(8, SIZE))
+    prompt = np.concatenate((TOKENS[SIZE : 2 * SIZE], [5], TOKENS[2 * SIZE : 6 * SIZE]))
+    free = np.ones(len(prompt), bool)
+    places = [number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)]
+    assert places == [2, 3, 4, 5, 1]
+    free[SIZE:] = False
+    assert [number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)] == [1]
+    assert wanted_grafts(register, index, prompt, OTHER, free | True, similar=False) == []
+
+
+def test_what_came_back_is_found_again_unless_it_is_known_often_enough():
+    index = ReuseIndex(PagePool(64, SIZE))
+    blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE) for at in (2, 0, 1)]
+    assert register_restored(index, blocks, index.pool.allocate(3), SCOPE) == [True] * 3
+    assert lineages(index) == [(0, 3 * SIZE, Lineage.EXACT)]
+    for source in range(10, 14):
+        for block in blocks:
+            block.source = source
+        found = register_restored(index, blocks, index.pool.allocate(3), SCOPE)
+    assert found == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("match", "offered", "wanted"),
+    [
+        (None, True, True),
+        ("similar", True, True),
+        ("exact", True, False),
+        (None, False, False),
+        ("exact", False, False),
+    ],
+)
+def test_who_gets_near_duplicates(match: str | None, offered: bool, wanted: bool):
+    assert wants_similar(match, offered=offered, how="ask for it") is wanted
+
+
+def test_what_is_not_offered_is_refused():
+    with pytest.raises(ValueError, match="only identical text is known here, start it so"):
+        wants_similar("similar", offered=False, how="start it so")
+    with pytest.raises(ValueError, match="match must be 'exact' or 'similar', got 'fuzzy'"):
+        wants_similar("fuzzy", offered=True, how="")
