@@ -46,16 +46,30 @@ def test_the_least_referenced_pages_are_shed_above_the_watermark():
     assert entry.num_shed == 2
 
 
-def test_pages_that_a_request_uses_as_well_do_not_count_as_freed():
+def test_pages_that_a_request_uses_as_well_are_not_shed():
+    """That would free nothing, and the next ones would have to go, too."""
     pool = PagePool(4, 16)
     frozen = FrozenPool(pool, watermark=0.5)
     pages = filled(pool, 2)
     frozen.insert("manual", "a", pages)
     pool.acquire(pages[:1])
     pool.hit_counts[pages] = [0, 9]
-    assert frozen.shed("a", num_needed=1) == 2
-    assert frozen.list() == []
+    assert frozen.shed("a", num_needed=1) == 1
+    assert frozen.list()[0].pages == (pages[0],)
     assert pool.num_used == 1
+
+
+def test_pages_to_be_spared_are_not_shed():
+    pool = PagePool(8, 16)
+    frozen = FrozenPool(pool, watermark=0.5)
+    pages = filled(pool, 3)
+    frozen.insert("one", "a", pages)
+    frozen.insert("two", "a", pages[1:2])  # given back by both
+    pool.hit_counts[pages] = [0, 1, 2]
+    assert frozen.num_sheddable("a", spare={pages[0]}) == 2
+    assert frozen.shed("a", num_needed=3, spare={pages[0]}) == 2
+    assert {entry.name: (entry.pages, entry.num_shed) for entry in frozen.list()} == {"one": ((pages[0],), 2)}
+    pool.check([pages[:1]])
 
 
 def test_sheddable_pages_are_those_that_nobody_else_holds():

@@ -4,7 +4,7 @@ It owns no memory: an entry is a name for pages of the common pool, each held by
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -88,27 +88,29 @@ class FrozenPool:
             raise KeyError(f"no frozen entry {name!r} in namespace {namespace!r}")
         self.pool.release(self._entries.pop((namespace, name)).pages)
 
-    def num_sheddable(self, namespace: str) -> int:
-        """Pages that shedding everything of this namespace would free: those that nobody else holds."""
-        held = Counter(page for entry in self.list(namespace) for page in entry.pages)
-        return sum(self.pool.ref_count(page) == count for page, count in held.items())
+    def num_sheddable(self, namespace: str, spare: Container[int] = ()) -> int:
+        """Pages that shedding everything of this namespace but `spare` would free."""
+        return len(self._freeable(namespace, spare))
 
-    def shed(self, namespace: str, num_needed: int = 0) -> int:
+    def shed(self, namespace: str, num_needed: int = 0, spare: Container[int] = ()) -> int:
         """Give this namespace's least-referenced pages back until `num_needed` more would leave use at the watermark.
 
-        Returns the number of references given back; entries that lose all their pages disappear.
+        Pages in `spare` stay, as do those that a request holds, too: giving them back would free nothing.
+
+        Returns the number of pages given back; entries that lose all their pages disappear.
         """
-        excess = self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages)
-        held = [(int(self.pool.hit_counts[p]), p, e.name) for e in self.list(namespace) for p in e.pages]
-        num_shed = 0
-        for _, page, name in sorted(held):
-            if excess <= 0:
-                break
-            entry = self._entries[namespace, name]
-            pages = tuple(p for p in entry.pages if p != page)
-            self._entries[namespace, name] = replace(entry, pages=pages, num_shed=entry.num_shed + 1)
-            excess -= self.pool.ref_count(page) == 1
-            self.pool.release([page])
-            num_shed += 1
+        excess = max(self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages), 0)
+        order = sorted(self._freeable(namespace, spare), key=lambda page: (int(self.pool.hit_counts[page]), page))
+        shed = set(order[:excess])
+        for entry in self.list(namespace) if shed else ():
+            gone = [page for page in entry.pages if page in shed]
+            pages = tuple(page for page in entry.pages if page not in shed)
+            self._entries[namespace, entry.name] = replace(entry, pages=pages, num_shed=entry.num_shed + len(gone))
+            self.pool.release(gone)
         self._entries = {key: entry for key, entry in self._entries.items() if entry.pages}
-        return num_shed
+        return len(shed)
+
+    def _freeable(self, namespace: str, spare: Container[int]) -> set[int]:
+        """Pages but `spare` that nobody but the entries of this namespace holds."""
+        held = Counter(page for entry in self.list(namespace) for page in entry.pages)
+        return {page for page, count in held.items() if self.pool.ref_count(page) == count and page not in spare}
