@@ -174,6 +174,39 @@ def test_a_namespace_sheds_its_own_text_under_pressure(host: Host, plain: HostPr
     assert shed == {"used": 0, "unused": 5}
 
 
+def shed(host: Host) -> dict[str, int]:
+    return {segment["name"]: segment["num_shed"] for segment in control(host, "list")["segments"]}
+
+
+def test_exact_prefixes_count_as_use(host: Host):
+    """A system prompt is hit more often than grafted from."""
+    system, once = words(15 * BLOCK, 1), words(15 * BLOCK, 2)
+    control(host, "freeze", "system", system)
+    control(host, "freeze", "once", once)
+    for seed in range(4):
+        assert host.ask(Ask(system + words(20, seed), NAIVE, "a"))[0].report["prefix_tokens"] == len(system)
+    assert host.ask(Ask(words(5, 3) + once, NAIVE, "a"))[0].grafted == len(once) - 1
+    hits = {segment["name"]: segment["hits"] for segment in control(host, "list")["segments"]}
+    assert hits == {"system": 4, "once": 1}
+    host.ask(Ask(words(60 * BLOCK - 10, 4), OFF, "a"))
+    assert shed(host) == {"system": 0, "once": 5}
+
+
+@pytest.mark.parametrize("frozen_first", ["used", "other"])
+@pytest.mark.parametrize("where", ["grafted", "prefix"])
+def test_a_request_never_sheds_what_it_is_about_to_use(host: Host, frozen_first: str, where: str):
+    """Its first use is its first hit, and yet other text of its namespace goes first."""
+    texts = {"used": words(15 * BLOCK, 1), "other": words(30 * BLOCK, 2)}
+    for name in sorted(texts, key=lambda name: name != frozen_first):
+        control(host, "freeze", name, texts[name])
+    rest = words(45 * BLOCK - 20, 3)
+    prompt = texts["used"] + rest if where == "prefix" else words(10, 4) + texts["used"] + rest
+    [answer] = host.ask(Ask(prompt, NAIVE, "a", max_tokens=1))
+    assert answer.report[f"{where}_tokens"] == 15 * BLOCK
+    assert shed(host)["used"] == 0
+    assert shed(host)["other"] > 0
+
+
 def test_a_namespace_never_sheds_another_s_text(host: Host, plain: HostProcess):
     control(host, "freeze", "manual", words(30 * BLOCK, 1))
     long_prompt = words(60 * BLOCK - 10, 4)

@@ -254,6 +254,42 @@ def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(pool: S
     assert frozen.shed("a", num_needed=NUM_PAGES) == 0
 
 
+def test_what_is_spared_is_not_shed(pool: SharedPool, blocks: BlockPool):
+    frozen, pages = FrozenPool(pool, watermark=1 / NUM_PAGES, capacity=1.0), fill(blocks, 4, seed=1)
+    frozen.insert("mine", "a", pages)
+    free(blocks, pages)
+    assert frozen.shed("a", NUM_PAGES, spare=pages[1:3]) == 2
+    assert [entry.pages for entry in frozen.list("a")] == [tuple(pages[1:3])]
+
+
+def test_pages_are_found_by_their_hashes(pool: SharedPool, blocks: BlockPool):
+    tokens = [1000 + i for i in range(3 * BLOCK)]
+    request = Request("1", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher())
+    known = fill(blocks, 3, seed=1)
+    assert pool.find(request.block_hashes) == known
+    pool.forget(known[1:])
+    assert pool.find(request.block_hashes) == known[:1]
+
+
+def test_what_is_forgotten_is_reclaimed_first_unless_somebody_holds_it(pool: SharedPool, blocks: BlockPool):
+    known, held = fill(blocks, 3, seed=1), fill(blocks, 1, seed=2)
+    free(blocks, known)
+    pool.forget([known[0], *held])
+    assert pool.versions([*known, *held]).astype(bool).tolist() == [False, True, True, False]
+    assert [pool.ref_count(page) for page in (known[0], held[0])] == [0, 1]
+    assert blocks.get_new_blocks(1)[0].block_id == known[0]
+
+
+def test_hashes_are_forgotten_but_for_pages_that_are_kept_or_held(pool: SharedPool, blocks: BlockPool):
+    tokens = [1000 + i for i in range(5 * BLOCK)]
+    hashes = Request("1", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher()).block_hashes
+    known = fill(blocks, 5, seed=1)
+    pool.acquire(known[:1])
+    free(blocks, known[3:])
+    pool.forget_hashes(hashes, own=known[:2], keep=known[4:])
+    assert pool.find(hashes) == [known[0], known[2], known[4]], "held by another; not its own; kept"
+
+
 def test_what_a_request_still_holds_is_not_counted_as_room(pool: SharedPool, blocks: BlockPool):
     frozen, pages = FrozenPool(pool), fill(blocks, 3, seed=1)
     frozen.insert("manual", "a", pages)

@@ -11,7 +11,7 @@ class SharedPool:
     """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
 
     Attributes:
-        hit_counts: int64 [pages], how often each page was a graft source.
+        hit_counts: int64 [pages], how often each page was a graft source or an exact hit.
     """
 
     def __init__(self, blocks: Any) -> None:
@@ -37,10 +37,10 @@ class SharedPool:
         """How many hold this page."""
         return int(self._pool.blocks[page].ref_cnt)
 
-    def num_idle(self, block_hashes: Sequence[Any]) -> int:
-        """How many cached blocks of these hashes nobody holds: they count as free until vLLM takes them."""
+    def find(self, block_hashes: Iterable[Any]) -> list[int]:
+        """The pages that vLLM finds by these hashes."""
         found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in block_hashes)
-        return sum(block[0].ref_cnt == 0 for block in found if block)
+        return [block[0].block_id for block in found if block]
 
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds; ValueError if there are not so many."""

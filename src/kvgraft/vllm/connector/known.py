@@ -1,6 +1,6 @@
 """What has been read and can be grafted: virtual blocks, frozen blocks, pins, all in vLLM's own block pool."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,29 +42,20 @@ class KnownText:
         self.block_size = block_size
         self.approximate_sources = settings.approximate_sources
         self.require_clean_context = settings.require_clean_context
-        self._shortest = settings.min_graft_tokens
+        self._shortest, self._least_share = settings.min_graft_tokens, settings.min_graft_share
 
-    def find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
-        """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
+    def plan(self, tracked: Tracked, num_prefix: int) -> tuple[str | None, Candidate | None]:
+        """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
+        candidate = self._find(tracked, num_prefix)
+        if candidate is None:
+            return "no_known_text", None
+        if not self.is_worthwhile(int(candidate.plan.grafted.sum()), candidate.plan.num_tokens - num_prefix):
+            return "too_little_known", None
+        return None, candidate
 
-        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live. A prompt
-        of which a part is kept has no sources: its documents are read on their own.
-        """
-        kept = tracked.candidate
-        tokens = np.array(tracked.token_ids, np.int64)
-        if tracked.whole:
-            plan = Plan.for_documents(len(tokens), self.block_size, tracked.documents)
-            return Candidate(plan, 0, [], np.zeros(0, np.int64))
-        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
-            return kept
-        free = np.ones(len(tokens), bool)
-        free[:num_prefix] = False
-        matches = self.match(tracked, tokens, free)
-        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
-        if not plan.graft_targets.numel():
-            return None
-        sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
-        return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
+    def is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
+        """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
+        return num_grafted >= max(self._shortest, self._least_share * num_active)
 
     def documents(self, tracked: Tracked) -> tuple[range, ...]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
@@ -73,9 +64,10 @@ class KnownText:
         spans = (range(match.start, match.start + match.length) for match in matches)
         return tuple(span for span in spans if len(span) >= self._shortest)
 
-    def make_room(self, tracked: Tracked, num_blocks: int) -> None:
-        """Shed frozen blocks of the request's own namespace if num_blocks more would pass the watermark."""
-        self.frozen.shed(tracked.namespace, num_blocks)
+    def make_room(self, tracked: Tracked, num_blocks: int, spare: Container[int]) -> None:
+        """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
+        watermark."""
+        self.frozen.shed(tracked.namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
         """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
@@ -155,6 +147,28 @@ class KnownText:
             allow_approximate=self.approximate_sources,
             require_clean_context=self.require_clean_context,
         )
+
+    def _find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
+        """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
+
+        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live. A prompt
+        of which a part is kept has no sources: its documents are read on their own.
+        """
+        kept = tracked.candidate
+        tokens = np.array(tracked.token_ids, np.int64)
+        if tracked.whole:
+            plan = Plan.for_documents(len(tokens), self.block_size, tracked.documents)
+            return Candidate(plan, 0, [], np.zeros(0, np.int64))
+        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
+            return kept
+        free = np.ones(len(tokens), bool)
+        free[:num_prefix] = False
+        matches = self.match(tracked, tokens, free)
+        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
+        if not plan.graft_targets.numel():
+            return None
+        sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
+        return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
 
     def _name(
         self,

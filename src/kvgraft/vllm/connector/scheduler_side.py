@@ -120,7 +120,7 @@ class SchedulerSide:
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
         if self._is_coming(tracked, num_prefix, num_missing):
             return None, False
-        self.known.make_room(tracked, num_missing)
+        tracked.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
         tracked.reason, tracked.candidate = self._choose(tracked, num_prefix, num_missing)
         tracked.report.stages["match"] = time.perf_counter() - started
         if tracked.candidate is None:
@@ -134,7 +134,7 @@ class SchedulerSide:
         self._offer_running()
         tracked.documents = self.known.documents(tracked)
         tokens, lengths = tracked.token_ids, [len(span) for span in tracked.documents]
-        if not self._is_worthwhile(sum(lengths), len(tokens)):
+        if not self.known.is_worthwhile(sum(lengths), len(tokens)):
             tracked.refusal = "too_little_known" if lengths else "no_known_text"
             return
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
@@ -157,6 +157,8 @@ class SchedulerSide:
             self._start(tracked, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
+        if not tracked.admitted and isinstance(tracked.options, RequestOptions):
+            self.known.pool.hit_counts[tracked.prefix] += 1
         if not tracked.recovering and not tracked.admitted:
             self.accounts.admitted(tracked, None)
             self._ahead.add(tracked)
@@ -213,33 +215,35 @@ class SchedulerSide:
         return self.accounts.take(self.known)
 
     def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
-        """A pinned plan, or why there is none."""
-        if tracked.refusal is not None:
-            return tracked.refusal, None
-        candidate = self.known.find(tracked, num_prefix)
-        if candidate is None:
-            return "no_known_text", None
-        if not self._is_worthwhile(int(candidate.plan.grafted.sum()), candidate.plan.num_tokens - num_prefix):
-            return "too_little_known", None
+        """A pinned plan, or why there is none; and room for it, at the cost of frozen blocks that it does not use."""
+        reason, candidate = tracked.refusal, None
+        if reason is None:
+            reason, candidate = self.known.plan(tracked, num_prefix)
+        if candidate is not None:
+            self.known.make_room(tracked, num_missing, {*tracked.prefix, *candidate.sources})
+            if self._pin(tracked, candidate, num_missing):
+                return None, candidate
+            reason = "pool_pressure"
+        self.known.make_room(tracked, num_missing, set(tracked.prefix))
+        return reason, None
+
+    def _pin(self, tracked: Tracked, candidate: Candidate, num_missing: int) -> bool:
+        """Hold the sources of a plan, unless they and the new blocks can never fit."""
+        pool = self.known.pool
         self.known.pin(candidate)
-        hits = tracked.request.block_hashes[: num_prefix // self._block_size]
-        num_needed = num_missing + self.known.pool.num_idle(hits) + SPARE_BLOCKS
-        if num_needed > self.known.pool.num_free and not self._is_busy():  # waiting would not help
-            self.known.pool.release(candidate.sources)
-            if tracked.whole:
-                self._expand(tracked, "pool_pressure")
-            return "pool_pressure", None
-        return None, candidate
+        num_needed = num_missing + sum(pool.ref_count(page) == 0 for page in tracked.prefix) + SPARE_BLOCKS
+        if num_needed <= pool.num_free or self._is_busy():
+            return True
+        pool.release(candidate.sources)
+        if tracked.whole:
+            self._expand(tracked, "pool_pressure")
+        return False
 
     def _is_busy(self) -> bool:
         """Whether blocks will come free without this request's doing."""
         if self.stored is not None and self.stored.num_held:
             return True
         return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
-
-    def _is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
-        """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
-        return num_grafted >= max(self.settings.min_graft_tokens, self.settings.min_graft_share * num_active)
 
     def _start(self, tracked: Tracked, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
         """Hand the recovery to the workers and hide everything approximate from exact lookups."""

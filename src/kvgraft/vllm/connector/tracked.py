@@ -43,6 +43,7 @@ class Tracked:
         refusal: why it must not graft, or None.
         reason: why nothing was grafted so far.
         candidate: the plan that was made while it waits.
+        prefix: pages of vLLM's exact hits, as of the last time that it asked.
         pinned: source pages held until its recovery has ended.
         hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
         num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
@@ -63,6 +64,7 @@ class Tracked:
     refusal: str | None = None
     reason: str | None = None
     candidate: Candidate | None = None
+    prefix: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
     hashes: tuple[int, list[Any]] | None = None
     recovery: Candidate | None = None
