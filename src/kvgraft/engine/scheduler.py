@@ -200,7 +200,7 @@ class Scheduler:
             if num_rejected := int(ctx.rejected[prompt].sum()):
                 report.counts["rejected_tokens"] = num_rejected
                 self.memory.fallbacks["probe"] += 1
-            for stage, seconds in ctx.times.seconds.items():
+            for stage, seconds in ctx.seconds_of(i).items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
         return ctx, hidden
 

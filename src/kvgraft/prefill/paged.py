@@ -79,6 +79,11 @@ class PagedPrefill(PrefillContext):
     def reject(self, where: Tensor) -> None:
         self.rejected |= where
 
+    def seconds_of(self, number: int) -> dict[str, float]:
+        """By stage, of one of the prompts: what all of them took, by its share of what was computed."""
+        share = int(self.computed[number]) / max(1, int(self.computed.sum()))
+        return {stage: share * seconds for stage, seconds in self.times.seconds.items()}
+
     def last_hidden(self, hidden: Hidden) -> Tensor:
         """States of the last token of every prompt: [num_prompts, ...].
 

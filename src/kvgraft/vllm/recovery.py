@@ -124,7 +124,7 @@ class Batch:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
-        return Outcome(None if finite else "non_finite", share, recomputed, stages=ctx.times.seconds)
+        return Outcome(None if finite else "non_finite", share, recomputed, stages=ctx.seconds_of(number))
 
 
 class RecoveryQueue:
