@@ -183,6 +183,12 @@ def test_bad_engine_options_are_refused(model_dirs: dict[str, Path], options: di
         Engine(model_dirs["llama"], **options)  # type: ignore[arg-type]
 
 
+def test_prompts_of_one_batch_share_its_time_by_what_they_computed(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["llama"], dtype="float32", num_pages=40)
+    short, long = (result.report for result in engine.generate([request(40, 1), request(200, 2)]))
+    assert short.stages["dense"] / long.stages["dense"] == pytest.approx(40 / 200)
+
+
 def test_frozen_text_outlives_a_flood_and_is_reused(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=40, poison_dropped_pages=True)
     manual = tokens(100, 1)

@@ -7,9 +7,9 @@ import torch
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
 from kvgraft.evaluate.recording import Recorded
-from kvgraft.prefill.policies import Full, Naive, SparseX, Transitive
+from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Transitive
 from kvgraft.segments.prompt import Segment
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
 
 DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road waited . " * 4
 
@@ -40,6 +40,17 @@ def test_recording_changes_nothing(engine: Engine, policy):
     assert torch.equal(plain.first_logits, watched.first_logits)  # type: ignore[arg-type]
     assert watched.report.recomputed_tokens == plain.report.recomputed_tokens
     assert watched.report.computed_share == plain.report.computed_share
+
+
+def test_recording_changes_nothing_where_local_heads_hold_windows():
+    """RedKnot promotes no local head there."""
+    engine = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.5, head_paging=True)
+    engine.generate([Request([Segment(DOCUMENT)], "full", SamplingParams(max_tokens=1))])
+    policy = RedKnot(edge_mass=0.0)
+    plain, watched = ask(engine, policy), ask(engine, Recorded(policy))
+    assert plain.report.grafted_tokens > 0
+    assert plain.report.counts["promoted_heads"] == watched.report.counts["promoted_heads"] == 0
+    assert torch.equal(plain.first_logits, watched.first_logits)  # type: ignore[arg-type]
 
 
 def test_what_is_recorded_is_what_was_computed(engine: Engine):

@@ -4,17 +4,19 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
-from kvgraft.evaluate.hosts import Answer, NativeHost, open_host
+from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
 from kvgraft.evaluate.runner import Row, Settings
-from kvgraft.evaluate.tasks import Item, find_suites
+from kvgraft.evaluate.tasks import Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
 
 POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")
@@ -138,6 +140,26 @@ def made_up(policy: str, number: int, score: float, **answer: Any) -> Row:
         f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0, policy, ("42",), score,
         score, score, Answer("42", **{"ttft_s": 0.1} | told | answer),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "fallback"), [("no_known_text", None), ("off", None), (None, None), ("non_finite", "non_finite")]
+)
+def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, reason: str | None, fallback: str | None):
+    counted = [f"{kind}_tokens" for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")]
+    report = {**dict.fromkeys([*counted, "computed_share"], 1), "reason": reason}
+    last = {"choices": [{"text": "42"}], "kv_transfer_params": {"kvgraft": report}}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "a model"}]})
+        return httpx.Response(200, text=f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")
+
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond)))
+    [item, *_] = find_suites("instruction")[0].items(1, 1, Shape(400, 4))
+    [*answers] = HttpHost("http://localhost").answers(item, ("full", "naive"))
+    assert {answer.fallback for *_, answer in answers} == {fallback}
+    assert {answer.text for *_, answer in answers} == {"42"}
 
 
 def test_summaries():

@@ -156,7 +156,7 @@ class Scheduler:
         report.flops += ctx.attended * config.attention_flops + ctx.scored * config.attention_flops // 2
         report.kv_bytes += ctx.scratch_bytes
         report.counts["kept_tokens"] = ctx.num_kept - report.fresh_tokens
-        report.stages.update(ctx.stages)
+        report.stages.update(ctx.times.seconds)
 
     def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
         """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
@@ -200,7 +200,7 @@ class Scheduler:
             if num_rejected := int(ctx.rejected[prompt].sum()):
                 report.counts["rejected_tokens"] = num_rejected
                 self.memory.fallbacks["probe"] += 1
-            for stage, seconds in ctx.stages.items():
+            for stage, seconds in ctx.seconds_of(i).items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
         return ctx, hidden
 

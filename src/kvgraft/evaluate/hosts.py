@@ -19,6 +19,7 @@ from kvgraft.evaluate.prompts import as_parts, as_text
 from kvgraft.evaluate.tasks import Item
 
 TIMEOUT_S = 600.0
+MISSES = ("no_known_text", "too_little_known", "off", "policy_full")  # reasons of a server that are no fallbacks
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Answer:
         ttft_s: seconds to the first token.
         prompt, prefix, grafted, recomputed, fresh: tokens, see `PrefillReport`.
         computed: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
-        fallback: why grafts were not used, or None.
+        fallback: why what is known was not used; None where it was, and where nothing is known.
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
         distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
@@ -164,10 +165,11 @@ class HttpHost:
                 report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or report
         if report is None:
             raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
-        kept = report.get("kept_tokens")
+        kept, reason = report.get("kept_tokens"), report["reason"]
         return Answer(
             text, first, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
-            report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"], report["reason"],
+            report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"],
+            None if reason in MISSES else reason,
             counts={} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]},
         )  # fmt: skip
 

@@ -100,7 +100,8 @@ class Recording(PrefillContext):
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
         self.plan, self.block_size = inner.plan, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
-        self.head_map, self.counts, self.residual_layers = inner.head_map, inner.counts, inner.residual_layers
+        self.head_map, self.head_paging = inner.head_map, inner.head_paging
+        self.counts, self.residual_layers = inner.counts, inner.residual_layers
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:

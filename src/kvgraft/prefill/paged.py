@@ -22,7 +22,7 @@ class PagedPrefill(PrefillContext):
         scale: of the attention logits.
 
     Attributes:
-        stages: seconds spent in align, dense, select and sparse work.
+        times: seconds spent in align, dense, select and sparse work.
         computed: int64, per prompt the number of (token, layer) pairs computed.
         rejected: bool [T], grafted tokens that the policy would not trust.
     """
@@ -31,8 +31,8 @@ class PagedPrefill(PrefillContext):
         self.plan = plan
         self.block_size = plan.block_size
         self.counts = [Counter() for _ in plan.lengths]
-        times = StageTimes(slots[0].device)
-        self.stages, self._timed = times.seconds, times.timed
+        self.times = StageTimes(slots[0].device)
+        self._timed = self.times.timed
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
@@ -78,6 +78,11 @@ class PagedPrefill(PrefillContext):
 
     def reject(self, where: Tensor) -> None:
         self.rejected |= where
+
+    def seconds_of(self, number: int) -> dict[str, float]:
+        """By stage, of one of the prompts: what all of them took, by its share of what was computed."""
+        share = int(self.computed[number]) / max(1, int(self.computed.sum()))
+        return {stage: share * seconds for stage, seconds in self.times.seconds.items()}
 
     def last_hidden(self, hidden: Hidden) -> Tensor:
         """States of the last token of every prompt: [num_prompts, ...].

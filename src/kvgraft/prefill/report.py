@@ -54,7 +54,8 @@ class PrefillReport:
         grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
         fresh_tokens: held by no cache.
         computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
-        stages: seconds by stage, such as match, align, dense, select, sparse. Requests of one batch share them.
+        stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
+            prompts its share, by the (token, layer) pairs computed.
     """
 
     policy: str = ""

@@ -9,20 +9,43 @@ import torch
 
 
 class StageTimes:
-    """Seconds by stage, such as align, dense, select, sparse, of work on a device."""
+    """Seconds by stage, such as align, dense, select, sparse, of work on a device.
+
+    On CUDA events are recorded, and nobody waits for them before `seconds` is read: so the host goes on giving work to
+    the device while layers are measured.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._device = device
+        self._unread: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Count what happens inside."""
-        start = self._clock()
-        yield
-        self.seconds[stage] += self._clock() - start
-
-    def _clock(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+            start = self._event()
+            yield
+            self._unread.append((stage, start, self._event()))
+        else:
+            begun = time.perf_counter()
+            yield
+            self.add(stage, time.perf_counter() - begun)
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Count what was measured elsewhere."""
+        self._seconds[stage] += seconds
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of all that has been timed; waits for the device."""
+        for stage, start, stop in self._unread:
+            stop.synchronize()
+            self.add(stage, start.elapsed_time(stop) / 1000)
+        self._unread.clear()
+        return dict(self._seconds)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

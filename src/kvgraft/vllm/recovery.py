@@ -101,7 +101,7 @@ class Batch:
             logger.exception("keeping documents failed: the prompt is computed in full")
             return Outcome("error")
         share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
-        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, dict(ctx.stages))
+        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, ctx.times.seconds)
 
     def _recover(self) -> None:
         """Jobs whose grafts are in the pool."""
@@ -124,7 +124,7 @@ class Batch:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
-        return Outcome(None if finite else "non_finite", share, recomputed, stages=dict(ctx.stages))
+        return Outcome(None if finite else "non_finite", share, recomputed, stages=ctx.seconds_of(number))
 
 
 class RecoveryQueue:

@@ -55,7 +55,7 @@ class Library:
         layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, remember=remember)
         room = policy.num_kept(layout.lengths) + int(plan.fresh.sum())
         ctx = PartialPrefill(host, plan, torch.from_numpy(tokens), layout, room, self.stable_layers)
-        ctx.stages["read"] = time.perf_counter() - started
+        ctx.times.add("read", time.perf_counter() - started)
         return ctx, policy.keep(ctx), num_read
 
     def place(

@@ -82,7 +82,7 @@ class PartialPrefill(DocumentContext):
         num_kept: tokens in the pages after `retain`.
         scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
         recomputed: tokens of documents whose KV is computed anew in the last layer.
-        stages: seconds spent in select, align and sparse work.
+        times: seconds spent in select, align and sparse work.
         projected, attended, finished: tokens whose queries, keys and values were computed, (query, key) pairs, and
             tokens that went through the rest of a layer, over all layers. `scored`: pairs of scores.
     """
@@ -100,8 +100,8 @@ class PartialPrefill(DocumentContext):
         self.num_layers = host.num_layers
         self.num_kept = self.scratch_bytes = self.recomputed = 0
         self.projected = self.attended = self.finished = self.scored = 0
-        times = StageTimes(host.device)
-        self.stages, self._timed = times.seconds, times.timed
+        self.times = StageTimes(host.device)
+        self._timed = self.times.timed
         self._host, self._token_ids, self._room = host, token_ids, room
         self._heads = StreamLayout.dense(1, host.num_kv_heads).layers[0]  # of a layer beside the pages
         shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)  # of the tokens of documents; nothing turns the others
