@@ -63,7 +63,7 @@ class Host:
         """vLLM's own object, as long as it lives."""
         return self.scheduler.requests[self._ids[name]]
 
-    def tracked(self, name: str) -> Any:
+    def state(self, name: str) -> Any:
         """What our scheduler side knows of a request, as long as it lives."""
         return self.side._requests[self._ids[name]]
 

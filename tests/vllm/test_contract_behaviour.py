@@ -310,7 +310,7 @@ def test_exact_hits_are_counted_in_whole_blocks_and_leave_a_token(driver: Driver
     for name, tokens, hit in (("more", PROMPT, 96), ("full", PROMPT[:96], 64)):
         driver.recorder.take()
         driver.run(name, tokens)
-        assert ("match", hit) in driver.recorder.take(), "KnownText.find takes whole blocks as the prefix"
+        assert ("match", hit) in driver.recorder.take(), "Planner.find takes whole blocks as the prefix"
 
 
 def test_a_nonce_hides_blocks_and_all_that_follows_them(driver: Driver):
@@ -357,7 +357,9 @@ def test_a_preempted_request_is_matched_again_with_its_own_blocks(driver: Driver
     driver.scheduler._preempt_request(driver.scheduler.running.pop(), 0.0)
     driver.recorder.take()
     driver.step()
-    assert driver.recorder.take() == [("match", 96), ("alloc", 0, 4), ("meta", 5)], "Tracked.admitted tells them apart"
+    assert driver.recorder.take() == [("match", 96), ("alloc", 0, 4), ("meta", 5)], (
+        "RequestState.admitted tells them apart"
+    )
     assert request.num_preemptions == 1, "SchedulerSide._start leaves vLLM's count of resumed requests alone"
 
 

@@ -1,4 +1,4 @@
-"""What the front door relies on in vLLM's API server, beside the names and calls that `test_contract.py` reads."""
+"""What the API server relies on in vLLM's API server, beside the names and calls that `test_contract.py` reads."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
-from kvgraft.vllm.server.guard import EngineGuard
+from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.plugin import FrontDoorPlugin
 
 SOURCE = Path(arguments.__file__).parent
@@ -61,7 +61,7 @@ def test_the_environment_that_we_read_and_set_is_vllms():
 
 
 def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
-    assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the front door in this group"
+    assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the API server in this group"
     assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, "allowed_plugins keeps what vLLM would load without a list"
     [point] = entry_points(group=ENDPOINT_PLUGINS_GROUP, name=serve.PLUGIN)
     assert point.load() is FrontDoorPlugin
@@ -70,7 +70,7 @@ def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(loaded, FrontDoorPlugin)
     assert isinstance(loaded, EndpointPlugin)
     monkeypatch.delenv(serve.PLUGINS)
-    assert load_endpoint_plugins(("generate",)) == [], "plain `vllm serve` has no front door unless it is named"
+    assert load_endpoint_plugins(("generate",)) == [], "plain `vllm serve` has no API server unless it is named"
 
 
 @pytest.mark.parametrize("name", ["attach_router", "init_state"])
@@ -117,12 +117,14 @@ def test_the_application_keeps_what_our_routes_ask(name: str):
 def test_every_request_passes_the_guard():
     source = inspect.getsource(AsyncLLM)
     sends = [line.strip() for line in source.splitlines() if "add_request" in line and "engine_core" in line]
-    assert sends, "EngineGuard.admit stands in for engine_core.add_request_async"
-    assert all("self.engine_core.add_request_async(" in line for line in sends), "EngineGuard guards this entrance only"
-    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, EngineGuard))
-    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "EngineGuard.control passes these"
+    assert sends, "GuardedEngineClient.admit stands in for engine_core.add_request_async"
+    assert all("self.engine_core.add_request_async(" in line for line in sends), (
+        "GuardedEngineClient guards this entrance only"
+    )
+    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, GuardedEngineClient))
+    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "GuardedEngineClient.control passes these"
     assert ours[:3] == theirs[:3]
-    admit = list(inspect.signature(EngineGuard.admit).parameters)
+    admit = list(inspect.signature(GuardedEngineClient.admit).parameters)
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
 
 
@@ -135,7 +137,7 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     made = inspect.getsource(Scheduler.update_from_output)
     assert "trace_headers=request.trace_headers" in made, "compat.reports.send_ahead sets the headers of the request"
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
-    assert outputs < stats, "ReportsAhead.end_of_step is called when the outputs have been made"
+    assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"
     assert RequestState.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
 
 

@@ -195,7 +195,7 @@ def test_what_vllm_would_read_of_the_prompt_is_refused(reader: Host):
 def test_heads_on_several_ranks_cannot_choose_together(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(reader.side._wishes, "_num_ranks", 2)
+    monkeypatch.setattr(reader.side._eligibility, "_num_ranks", 2)
     [answer] = reader.ask(Ask(PROMPT, FEW, max_tokens=20))
     assert answer.report["reason"] == "tensor_parallel"
     assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=20)
@@ -204,7 +204,7 @@ def test_heads_on_several_ranks_cannot_choose_together(
 def test_an_aborted_request_leaves_nothing(reader: Host):
     name = reader.add(Ask(PROMPT, FEW, max_tokens=40))
     reader.step()
-    assert reader.tracked(name).recovering
+    assert reader.state(name).recovering
     reader.abort(name)
     reader.settle()
     assert reader.problems() == []

@@ -151,7 +151,7 @@ def test_a_hit_on_blocks_that_the_same_step_computes(host: Host, plain: HostProc
     names = [host.add(Ask(first, OFF)), host.add(Ask(second, EVERYTHING))]
     host.step()
     assert host.request(names[0]).num_computed_tokens == len(first)
-    assert host.tracked(names[1]).admitted  # in the same step
+    assert host.state(names[1]).admitted  # in the same step
     answers = host.finish(*names)
     assert [answer.tokens for answer in answers] == plain.tokens(first, second)
     assert answers[1].report["prefix_tokens"] == 96

@@ -21,7 +21,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def control(host: Host, op: str, name: str = "", text: list[int] | None = None, salt: str | None = "a") -> Any:
-    """What the front door sends, and what the engine tells it."""
+    """What the API server sends, and what the engine tells it."""
     options = Control(op, name).as_params()["kvgraft"]
     [answer] = host.ask(Ask(text or [5], options, salt, max_tokens=1), limit=200)
     return answer.report

@@ -174,22 +174,22 @@ def test_a_control_operation_survives_its_way_into_the_engine(token: str, contro
 
 @pytest.mark.parametrize("wrong", ["", "Secret", "secre", "secret ", "sécret", None, 0, ["secret"]])
 def test_a_wrong_token_is_refused(token: str, wrong: Any):
-    with pytest.raises(ValueError, match="come from the front door only"):
+    with pytest.raises(ValueError, match="come from the API server only"):
         Control.parse({"op": "list", "name": "", "token": wrong})
 
 
 def test_a_control_operation_without_a_token_is_refused(token: str):
-    with pytest.raises(ValueError, match="come from the front door only"):
+    with pytest.raises(ValueError, match="come from the API server only"):
         Control.parse({"op": "list"})
 
 
 @pytest.mark.parametrize("shown", ["", None, "None"])
 def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, shown: Any):
     monkeypatch.setenv(CONTROL_TOKEN, "")
-    with pytest.raises(ValueError, match="front door"):
+    with pytest.raises(ValueError, match="API server"):
         Control.parse({"op": "list", "token": shown})
     monkeypatch.delenv(CONTROL_TOKEN)
-    with pytest.raises(ValueError, match="front door"):
+    with pytest.raises(ValueError, match="API server"):
         Control.parse({"op": "list", "token": shown})
     assert CONTROL_TOKEN not in os.environ
 

@@ -74,7 +74,7 @@ class Traffic:
 
     def _abort(self) -> None:
         """Somebody goes away; rather while a recovery is under way."""
-        recovering = [name for name in self.alive if self.host.tracked(name).recovering]
+        recovering = [name for name in self.alive if self.host.state(name).recovering]
         name = str(self.dice.choice(recovering or list(self.alive)))
         self.num_aborted_recovering += name in recovering
         self.host.abort(name)

@@ -123,8 +123,8 @@ def test_nothing_that_is_not_finite_is_left_in_the_pool(host: Host):
     spoilt = host.blocks_with_content()
     spoil_values(host)
     name = host.add(Ask(words(50, 2) + DOCUMENT + words(20, 3), NAIVE))
-    tracked = host.tracked(name)
-    host.step_until(lambda: tracked.refusal == "non_finite")
+    state = host.state(name)
+    host.step_until(lambda: state.refusal == "non_finite")
     _, values = host.read_kv(host.slots_of(set(range(1, NUM_BLOCKS + 1)) - spoilt))
     assert torch.isfinite(values).all()
 
@@ -148,7 +148,7 @@ def test_an_abort_in_a_recovery_that_fails(host: Host):
     host.read(long_document)
     name = host.add(Ask(words(9, 2) + long_document, {"policy": "failing"}))
     host.step()
-    assert host.tracked(name).recovering
+    assert host.state(name).recovering
     host.abort(name)
     host.settle()
 

@@ -218,7 +218,7 @@ def test_the_report_goes_ahead_of_a_stop_string(
     assert answer.report == truth.report | varying
     assert set(varying["stages"]) == set(truth.report["stages"])
     assert len(front_end) == 0
-    assert not host.side._ahead._due
+    assert not host.side._early_reports._due
 
 
 def test_it_is_sent_once(host: Host, front_end: StoppedReports):

@@ -87,18 +87,18 @@ def test_a_waiting_request_is_matched_once(host: Host, plain: HostProcess, monke
     match = Spy(host.known.index, "match", monkeypatch)
     prompt = words(10, 3) + document + words(10 * BLOCK, 4)
     name = host.add(Ask(prompt, EVERYTHING))
-    tracked = host.tracked(name)
+    state = host.state(name)
     for _ in range(5):
         host.step()
-    assert not tracked.admitted
+    assert not state.admitted
     assert match.num_calls == 1
-    source = tracked.candidate.sources[-1]
+    source = state.candidate.sources[-1]
     host.evict([source])
     for _ in range(5):
         host.step()
-    assert not tracked.admitted
+    assert not state.admitted
     assert match.num_calls == 2
-    assert source not in tracked.candidate.sources
+    assert source not in state.candidate.sources
     _, answer = host.finish(running, name)
     assert match.num_calls == 2
     assert answer.grafted == 19 * BLOCK
@@ -111,12 +111,12 @@ def test_sources_are_held_until_they_are_copied(host: Host, plain: HostProcess):
     host.read(document)
     name = host.add(Ask(words(10, 2) + document, ALL_LAYERS))
     host.step()
-    tracked = host.tracked(name)
-    assert tracked.recovering
-    sources = set(tracked.pinned)
+    state = host.state(name)
+    assert state.recovering
+    sources = set(state.pinned)
     assert len(sources) == 22
     flood = [host.add(Ask(words(40 * BLOCK, seed), OFF, salt=str(seed), max_tokens=1)) for seed in range(3, 6)]
-    while tracked.recovering:
+    while state.recovering:
         assert all(host.known.pool.ref_count(page) for page in sources)
         host.step()
     assert {host.known.pool.ref_count(page) for page in sources} == {0}
@@ -169,9 +169,9 @@ def test_prompts_that_fill_every_step_do_not_starve_a_recovery(host: Host):
     host.read(document)
     name = host.add(Ask(words(10, 2) + document, ALL_LAYERS))
     host.step()
-    tracked = host.tracked(name)
+    state = host.state(name)
     flood = host.add(Ask(words(1700, 3), OFF, salt="other"))
-    while tracked.recovering:
+    while state.recovering:
         host.step()
         assert host.request(flood).num_computed_tokens % STEP_TOKENS == 0  # the step was full
     assert host.request(flood).num_computed_tokens >= 3 * STEP_TOKENS
@@ -221,8 +221,8 @@ def test_the_aborts_above_hit_every_state(host: Host):
     host.add(Ask(words(70, 3) + document[100:], ALL_LAYERS, max_tokens=3))
     states = []
     for _ in range(8):
-        tracked = host.tracked(name) if host.is_alive(name) else None
-        states.append((tracked and tracked.recovering, tracked and tracked.request.status.name))
+        state = host.state(name) if host.is_alive(name) else None
+        states.append((state and state.recovering, state and state.request.status.name))
         host.step()
     assert states[0] == (False, "WAITING")
     assert (True, "WAITING_FOR_REMOTE_KVS") in states
@@ -235,7 +235,7 @@ def test_abort_of_all_requests_of_a_batch_ends_its_work(host: Host, monkeypatch:
     host.read(document)
     names = [host.add(Ask(words(10, seed) + document, ALL_LAYERS)) for seed in (2, 3)]
     host.step()
-    assert [host.tracked(name).recovering for name in names] == [True, True]
+    assert [host.state(name).recovering for name in names] == [True, True]
     layers = Spy(host.model, "run_layer", monkeypatch)
     host.abort(*names)
     host.settle()
@@ -251,7 +251,7 @@ def test_abort_while_waiting_for_memory(host: Host):
     name = host.add(Ask(words(10, 3) + document + words(10 * BLOCK, 4), EVERYTHING))
     host.step()
     host.step()
-    assert host.tracked(name).candidate is not None
+    assert host.state(name).candidate is not None
     host.abort(name)
     host.finish(running)
 
@@ -264,7 +264,7 @@ def test_many_requests_at_once(host: Host, plain: HostProcess):
     options = [EVERYTHING, EVERYTHING, ALL_LAYERS, EVERYTHING, OFF, OFF, EVERYTHING]
     names = [host.add(Ask(p, o)) for p, o in zip(prompts, options, strict=True)]
     host.step()
-    assert sum(tracked.admitted and tracked.reason is None for tracked in host.side._requests.values()) >= 3
+    assert sum(state.admitted and state.reason is None for state in host.side._requests.values()) >= 3
     answers = host.finish(*names)
     assert [answer.tokens for answer in answers] == plain.tokens(*prompts)
     assert [answer.grafted > 0 for answer in answers] == [True] * 4 + [False] * 3

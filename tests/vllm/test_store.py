@@ -13,7 +13,7 @@ import pytest
 
 from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
-from kvgraft.vllm.connector.store_side import StoreSide
+from kvgraft.vllm.connector.store_worker import StoreWorker
 
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
@@ -105,7 +105,7 @@ def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]]
 
 def test_a_load_that_fails_is_a_miss():
     """Of the one and of no other."""
-    side = StoreSide(cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1)
+    side = StoreWorker(cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1)
     places = [(b"unknown", 0), (b"unknown", 1)]
     for number, load in enumerate((Load(1, [("no bytes", 0, 0)], [5]), Load(2, places, [6, 7]))):  # type: ignore[list-item]
         side.step(StoreOrders(loads=[load]))

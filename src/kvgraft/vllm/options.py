@@ -16,7 +16,7 @@ from kvgraft.prefill.policies import parse_policy, with_options
 from kvgraft.prefill.report import PrefillReport
 
 KEY = "kvgraft"  # in kv_transfer_params
-CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that front door and engine share
+CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 MAX_NAME = 128  # characters of a namespace or a segment name
 _OWN_FIELDS = ("policy", "reuse", "match", "namespace")
 
@@ -28,7 +28,7 @@ class RequestOptions:
     Attributes:
         policy: the method with its options.
         reuse: False computes everything that is no exact prefix hit.
-        namespace: narrows the caller's own namespace; the front door folds it into `cache_salt`.
+        namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
     """
 
@@ -64,7 +64,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Control:
-    """An operation on the frozen pool, sent by the front door as a request of its own: the one way into the engine
+    """An operation on the frozen pool, sent by the API server as a request of its own: the one way into the engine
     that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored."""
 
     op: str  # freeze | delete | list
@@ -72,7 +72,7 @@ class Control:
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
-        """From `{"op": ..., "name": ..., "token": ...}`; the token proves that the front door sent it.
+        """From `{"op": ..., "name": ..., "token": ...}`; the token proves that the API server sent it.
 
         Raises:
             ValueError: a wrong token or an operation that does not exist.
@@ -81,7 +81,7 @@ class Control:
             raise ValueError("control must have op, name and token")
         token, expected = str(given.get("token", "")), os.environ.get(CONTROL_TOKEN, "")
         if not expected or not hmac.compare_digest(token.encode(), expected.encode()):
-            raise ValueError("control operations come from the front door only")
+            raise ValueError("control operations come from the API server only")
         control = cls(str(given.get("op")), str(given.get("name", "")))
         if control.op not in ("freeze", "delete", "list"):
             raise ValueError(f"op must be freeze, delete or list, got {control.op!r}")

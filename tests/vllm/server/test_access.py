@@ -1,4 +1,4 @@
-"""Every route of the application that vLLM builds, with the front door in place and no engine behind it."""
+"""Every route of the application that vLLM builds, with the API server in place and no engine behind it."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -190,7 +190,7 @@ def test_what_is_open_is_no_websocket(client: TestClient, path: str, key: str | 
 def test_vllm_does_not_check_the_keys_a_second_time(client: TestClient):
     """Its own check knows neither the admin key nor a browser's password."""
     middleware = [entry.cls.__name__ for entry in client.app.user_middleware]
-    assert "FrontDoorMiddleware" in middleware
+    assert "ServerMiddleware" in middleware
     assert "AuthenticationMiddleware" not in middleware
 
 

@@ -1,4 +1,4 @@
-"""The command itself, and the same front door inside plain vLLM."""
+"""The command itself, and the same API server inside plain vLLM."""
 
 import json
 import os

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.server.guard import CURRENT, parse_params
+from kvgraft.vllm.server.engine_client import CURRENT, parse_params
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.middleware import MAX_BODY, FrontDoorMiddleware
+from kvgraft.vllm.server.middleware import MAX_BODY, ServerMiddleware
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
 DEFAULT = RequestOptions(parse_policy("sparsex"))
@@ -36,7 +36,7 @@ async def converse(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await FrontDoorMiddleware(app, Keyring(Keys((ALICE, BOB), ADMIN)), DEFAULT)(scope(key, headers), receive, send)
+    await ServerMiddleware(app, Keyring(Keys((ALICE, BOB), ADMIN)), DEFAULT)(scope(key, headers), receive, send)
     return sent
 
 
@@ -216,7 +216,7 @@ def test_a_stream_passes_chunk_by_chunk_as_it_comes():
         async def receive() -> dict[str, Any]:
             return part(b"")
 
-        middleware = FrontDoorMiddleware(app, Keyring(Keys((ALICE,))), DEFAULT)
+        middleware = ServerMiddleware(app, Keyring(Keys((ALICE,))), DEFAULT)
         await asyncio.wait_for(middleware(scope(ALICE), receive, send), 30)
         assert bodies(sent) == [b"first", b"second"]
 

@@ -20,14 +20,14 @@ from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
-from kvgraft.vllm.connector.accounts import Accounts
-from kvgraft.vllm.connector.ahead import ReportsAhead
+from kvgraft.vllm.connector.early_reports import EarlyReports
+from kvgraft.vllm.connector.eligibility import ReuseEligibility
 from kvgraft.vllm.connector.hiding import Hiding
-from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.stored import StoredText
-from kvgraft.vllm.connector.tracked import NEVER, Candidate, Tracked
-from kvgraft.vllm.connector.wishes import Wishes
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.reporting import Reporting
+from kvgraft.vllm.connector.request_state import NEVER, Candidate, RequestState
+from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, Outcome
 from kvgraft.vllm.settings import Settings
@@ -44,8 +44,8 @@ class SchedulerSide:
 
     def __init__(self, config: VllmConfig) -> None:
         self.settings = Settings.of(config)
-        self.known: KnownText
-        self.stored: StoredText | None
+        self.known: Planner
+        self.stored: StoreScheduler | None
         self._flow = program_of(config)
         self._model = model_identity(config, lasting=self.settings.store is not None)
         self._block_size = int(config.cache_config.block_size)
@@ -55,25 +55,25 @@ class SchedulerSide:
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
         self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, RequestState] = {}
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
         self._sources = itertools.count()
-        self.accounts = Accounts()
+        self.reporting = Reporting()
         residual_layers = self.settings.kept_residual_layers(self._num_layers)
-        self._wishes = Wishes(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
+        self._eligibility = ReuseEligibility(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""
         self._manager = kv_cache_manager
         share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.frozen_capacity, share)
-        self.known = KnownText(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
-        self.stored = StoredText(self.known, self._num_ranks) if self.settings.store else None
-        self._ahead = ReportsAhead(self.known)
+        self.known = Planner(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
+        self.stored = StoreScheduler(self.known, self._num_ranks) if self.settings.store else None
+        self._early_reports = EarlyReports(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
         on_cache_reset(kv_cache_manager, self.forget)
@@ -84,8 +84,8 @@ class SchedulerSide:
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
-            for tracked in self._requests.values():
-                tracked.num_stored = NEVER
+            for state in self._requests.values():
+                state.num_stored = NEVER
         return self.known.clear()
 
     def _first_hidden(self, request: Any) -> int:
@@ -99,14 +99,14 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
         scope = scope_digest(self._model, request.cache_salt or "")
-        options, refusal = self._wishes.of(request)
-        tracked = Tracked(request, options, scope, next(self._sources), refusal)
-        self._requests[request.request_id] = tracked
+        options, refusal = self._eligibility.of(request)
+        state = RequestState(request, options, scope, next(self._sources), refusal)
+        self._requests[request.request_id] = state
         if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
-            tracked.num_exact = tracked.first_approximate = request.num_prompt_tokens
+            state.num_exact = state.first_approximate = request.num_prompt_tokens
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
-            self._condense(tracked, options.policy)
+            self._condense(state, options.policy)
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
@@ -115,56 +115,56 @@ class SchedulerSide:
         scheduling step if the request was not admitted.
         """
         started = time.perf_counter()
-        tracked = self._requests[request.request_id]
+        state = self._requests[request.request_id]
         self._offer_running()
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
-        if self._is_coming(tracked, num_prefix, num_missing):
+        if self._is_coming(state, num_prefix, num_missing):
             return None, False
-        tracked.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
-        tracked.reason, tracked.candidate = self._choose(tracked, num_prefix, num_missing)
-        tracked.report.stages["match"] = time.perf_counter() - started
-        if tracked.candidate is None:
+        state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
+        state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
+        state.report.stages["match"] = time.perf_counter() - started
+        if state.candidate is None:
             return 0, False
-        self._tentative[tracked.id] = tracked.candidate.sources
+        self._tentative[state.id] = state.candidate.sources
         return request.num_tokens - num_prefix, True
 
-    def _condense(self, tracked: Tracked, policy: KeepsDocuments) -> None:
+    def _condense(self, state: RequestState, policy: KeepsDocuments) -> None:
         """Let vLLM see a prompt of as many tokens as will be kept, so that it allocates no more blocks. Nobody finds
         these blocks: they have the hashes of a nonce."""
         self._offer_running()
-        tracked.documents = self.known.documents(tracked)
-        tokens, lengths = tracked.token_ids, [len(span) for span in tracked.documents]
+        state.documents = self.known.documents(state)
+        tokens, lengths = state.token_ids, [len(span) for span in state.documents]
         if not self.known.is_worthwhile(sum(lengths), len(tokens)):
-            tracked.refusal = "too_little_known" if lengths else "no_known_text"
+            state.refusal = "too_little_known" if lengths else "no_known_text"
             return
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
-        tracked.whole = tuple(tokens)
-        set_prompt(tracked.request, tokens[-num_kept:])  # only the last of them will ever be read
-        self._hiding.hide(tracked, 0)
+        state.whole = tuple(tokens)
+        set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
+        self._hiding.hide(state, 0)
 
-    def _expand(self, tracked: Tracked, reason: str) -> None:
+    def _expand(self, state: RequestState, reason: str) -> None:
         """The request has its whole prompt again and is computed in full."""
-        self._hiding.give_up(tracked)
-        set_prompt(tracked.request, list(tracked.whole))
-        tracked.whole, tracked.documents, tracked.hashes, tracked.first_approximate = (), (), None, tracked.num_exact
-        tracked.refusal = reason
+        self._hiding.give_up(state)
+        set_prompt(state.request, list(state.whole))
+        state.whole, state.documents, state.hashes, state.first_approximate = (), (), None, state.num_exact
+        state.refusal = reason
 
     def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
         """vLLM has allocated the request's blocks; called again, without anything to load, after the recovery."""
-        tracked = self._requests[request.request_id]
-        candidate, sources = tracked.candidate, self._tentative.pop(tracked.id, [])
+        state = self._requests[request.request_id]
+        candidate, sources = state.candidate, self._tentative.pop(state.id, [])
         if num_external and candidate is not None:
-            self._start(tracked, candidate, sources, blocks)
+            self._start(state, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
-        if not tracked.admitted and isinstance(tracked.options, RequestOptions):
-            self.known.pool.hit_counts[tracked.prefix] += 1
-        if not tracked.recovering and not tracked.admitted:
-            self.accounts.admitted(tracked, None)
-            self._ahead.add(tracked)
-        tracked.admitted, tracked.candidate = True, None
-        tracked.num_offered, tracked.last_entry = 0, -1
-        tracked.named_approximate.clear()
+        if not state.admitted and isinstance(state.options, RequestOptions):
+            self.known.pool.hit_counts[state.prefix] += 1
+        if not state.recovering and not state.admitted:
+            self.reporting.admitted(state, None)
+            self._early_reports.add(state)
+        state.admitted, state.candidate = True, None
+        state.num_offered, state.last_entry = 0, -1
+        state.named_approximate.clear()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
@@ -172,7 +172,9 @@ class SchedulerSide:
             self.known.pool.release(sources)
         self._tentative.clear()
         self._offered = False
-        self._ahead.send(output.num_scheduled_tokens, lambda request_id: self._manager.get_block_ids(request_id)[0])
+        self._early_reports.send(
+            output.num_scheduled_tokens, lambda request_id: self._manager.get_block_ids(request_id)[0]
+        )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
         if self.stored is not None:
@@ -185,60 +187,60 @@ class SchedulerSide:
         reported = output.kv_connector_worker_meta
         outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
         if isinstance(reported, WorkerMetadata) and reported.documents is not None:
-            self.accounts.documents = reported.documents
+            self.reporting.documents = reported.documents
         if self.stored is not None and isinstance(reported, WorkerMetadata) and reported.store is not None:
             self.stored.on_report(reported.store)
-            self.accounts.stored(reported.store.counts)
+            self.reporting.stored(reported.store.counts)
         for request_id in output.finished_recving or ():
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.recovering:
-                self._end_recovery(tracked, outcomes.get(request_id, Outcome("error")))
+            state = self._requests.get(request_id)
+            if state is not None and state.recovering:
+                self._end_recovery(state, outcomes.get(request_id, Outcome("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
-        tracked = self._requests[request.request_id]
-        tracked.finished = True
-        self._ahead.drop(tracked)
-        if tracked.recovering:  # aborted: its blocks and sources stay until the workers have let go
-            self._cancelled.add(tracked.id)
+        state = self._requests[request.request_id]
+        state.finished = True
+        self._early_reports.drop(state)
+        if state.recovering:  # aborted: its blocks and sources stay until the workers have let go
+            self._cancelled.add(state.id)
             return None
-        del self._requests[tracked.id]
-        if not tracked.whole:
-            self._offer(tracked, blocks, request.num_computed_tokens, ended=True)
-        self._hiding.give_up(tracked)
-        if isinstance(tracked.options, Control):
-            return {KEY: self.known.apply(tracked, blocks)} if request.num_output_tokens else None
-        tracked.report.registered_blocks = tracked.num_sources
-        return tracked.report.as_params()
+        del self._requests[state.id]
+        if not state.whole:
+            self._offer(state, blocks, request.num_computed_tokens, ended=True)
+        self._hiding.give_up(state)
+        if isinstance(state.options, Control):
+            return {KEY: self.known.apply(state, blocks)} if request.num_output_tokens else None
+        state.report.registered_blocks = state.num_sources
+        return state.report.as_params()
 
     def take_stats(self) -> Stats | None:
         """What happened since the last call; vLLM asks in every step, when it has made the step's outputs."""
-        self._ahead.end_of_step()
-        return self.accounts.take(self.known)
+        self._early_reports.end_of_step()
+        return self.reporting.take(self.known)
 
-    def _choose(self, tracked: Tracked, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
+    def _choose(self, state: RequestState, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
         """A pinned plan, or why there is none; and room for it, at the cost of frozen blocks that it does not use."""
-        reason, candidate = tracked.refusal, None
+        reason, candidate = state.refusal, None
         if reason is None:
-            reason, candidate = self.known.plan(tracked, num_prefix)
+            reason, candidate = self.known.plan(state, num_prefix)
         if candidate is not None:
-            self.known.make_room(tracked, num_missing, {*tracked.prefix, *candidate.sources})
-            if self._pin(tracked, candidate, num_missing):
+            self.known.make_room(state, num_missing, {*state.prefix, *candidate.sources})
+            if self._pin(state, candidate, num_missing):
                 return None, candidate
             reason = "pool_pressure"
-        self.known.make_room(tracked, num_missing, set(tracked.prefix))
+        self.known.make_room(state, num_missing, set(state.prefix))
         return reason, None
 
-    def _pin(self, tracked: Tracked, candidate: Candidate, num_missing: int) -> bool:
+    def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
         """Hold the sources of a plan, unless they and the new blocks can never fit."""
         pool = self.known.pool
         self.known.pin(candidate)
-        num_needed = num_missing + sum(pool.ref_count(page) == 0 for page in tracked.prefix) + SPARE_BLOCKS
+        num_needed = num_missing + sum(pool.ref_count(page) == 0 for page in state.prefix) + SPARE_BLOCKS
         if num_needed <= pool.num_free or self._is_busy():
             return True
         pool.release(candidate.sources)
-        if tracked.whole:
-            self._expand(tracked, "pool_pressure")
+        if state.whole:
+            self._expand(state, "pool_pressure")
         return False
 
     def _is_busy(self) -> bool:
@@ -247,61 +249,61 @@ class SchedulerSide:
             return True
         return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
 
-    def _start(self, tracked: Tracked, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
+    def _start(self, state: RequestState, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
         """Hand the recovery to the workers and hide everything approximate from exact lookups."""
-        request, options = tracked.request, tracked.options
+        request, options = state.request, state.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
-        tracked.pinned, tracked.recovery = sources, candidate
+        state.pinned, state.recovery = sources, candidate
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
             num_grafted = int(candidate.plan.grafted.sum())
-            request.prefill_stats.set(tracked.prompt_tokens, candidate.num_prefix, num_grafted)
+            request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
-        if not tracked.whole:
-            self._hiding.hide(tracked, candidate.first_graft)
-        tokens = torch.tensor(tracked.token_ids, dtype=torch.int64).numpy()
+        if not state.whole:
+            self._hiding.hide(state, candidate.first_graft)
+        tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
-        job = Job(tracked.id, options.policy, candidate.plan, tokens, table, tracked.documents, tracked.scope)
+        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.scope)
         self._jobs.append(job)
 
-    def _end_recovery(self, tracked: Tracked, outcome: Outcome) -> None:
-        self.known.pool.release(tracked.pinned)
-        candidate, tracked.pinned, tracked.recovery = tracked.recovery, [], None
-        if tracked.finished:
-            del self._requests[tracked.id]
-            self._hiding.give_up(tracked)
-            self.accounts.aborted()
+    def _end_recovery(self, state: RequestState, outcome: Outcome) -> None:
+        self.known.pool.release(state.pinned)
+        candidate, state.pinned, state.recovery = state.recovery, [], None
+        if state.finished:
+            del self._requests[state.id]
+            self._hiding.give_up(state)
+            self.reporting.aborted()
             return
         if outcome.failure is not None:
-            tracked.refusal = tracked.reason = outcome.failure
-            if tracked.whole:
-                self._expand(tracked, outcome.failure)
+            state.refusal = state.reason = outcome.failure
+            if state.whole:
+                self._expand(state, outcome.failure)
             else:
-                self._hiding.reveal(tracked)
-            self.accounts.admitted(tracked, None)
+                self._hiding.reveal(state)
+            self.reporting.admitted(state, None)
         else:
-            self.accounts.recovered(tracked, candidate, outcome)
-        self._ahead.add(tracked)
+            self.reporting.recovered(state, candidate, outcome)
+        self._early_reports.add(state)
 
     def _offer_running(self) -> None:
         """Once in a scheduling step: what running requests have computed of their prompts becomes known."""
         if self._offered:
             return
         self._offered = True
-        for tracked in self._requests.values():
-            if tracked.admitted and not (tracked.recovering or tracked.finished or tracked.whole):
-                num_tokens = min(tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens)
-                if num_tokens // self._block_size > tracked.num_offered:
-                    self._offer(tracked, self._manager.get_block_ids(tracked.id)[0], num_tokens)
+        for state in self._requests.values():
+            if state.admitted and not (state.recovering or state.finished or state.whole):
+                num_tokens = min(state.request.num_computed_tokens, state.request.num_prompt_tokens)
+                if num_tokens // self._block_size > state.num_offered:
+                    self._offer(state, self._manager.get_block_ids(state.id)[0], num_tokens)
 
-    def _offer(self, tracked: Tracked, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
-        self.known.offer(tracked, blocks, min(num_computed, tracked.request.num_tokens))
+    def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
+        self.known.offer(state, blocks, min(num_computed, state.request.num_tokens))
         if self.stored is not None:
-            self.stored.keep(tracked, blocks, ended=ended)
+            self.stored.keep(state, blocks, ended=ended)
 
-    def _is_coming(self, tracked: Tracked, num_prefix: int, num_missing: int) -> bool:
+    def _is_coming(self, state: RequestState, num_prefix: int, num_missing: int) -> bool:
         """Whether the request should wait for stored blocks."""
-        if self.stored is None or tracked.refusal not in (None, "off", "policy_full"):
+        if self.stored is None or state.refusal not in (None, "off", "policy_full"):
             return False
         spare = self.known.pool.num_free - num_missing - SPARE_BLOCKS
-        return self.stored.is_coming(tracked, num_prefix, spare, grafts=tracked.refusal is None)
+        return self.stored.is_coming(state, num_prefix, spare, grafts=state.refusal is None)

@@ -10,7 +10,7 @@ from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.store_side import StoreSide
+from kvgraft.vllm.connector.store_worker import StoreWorker
 from kvgraft.vllm.recovery import Outcome, RecoveryQueue
 from kvgraft.vllm.settings import Settings
 
@@ -21,7 +21,7 @@ class WorkerSide:
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._queue: RecoveryQueue | None = None
-        self._store: StoreSide | None = None
+        self._store: StoreWorker | None = None
         self._ended: dict[str, Outcome] = {}
         self._reported: dict[str, Outcome] = {}
         self._told = (0, 0)  # of documents: bytes, how many
@@ -37,7 +37,7 @@ class WorkerSide:
         self._queue = RecoveryQueue(host, limit, library)
         if settings.store is not None:
             parallel = self._config.parallel_config
-            self._store = StoreSide(host, settings.store, parallel.rank, parallel.world_size)
+            self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
 
     def step(self, metadata: Metadata) -> None:
         """Take what is new and spend the step's budget.

@@ -149,12 +149,12 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
         yield "data parallelism: each engine would know its own segments only; start one server per engine"
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
-        yield "--headless, --grpc, --grpc-port: they pass by the front door, which keeps tenants apart"
+        yield "--headless, --grpc, --grpc-port: they pass by our middleware, which keeps tenants apart"
     for name in NEVER:
         if getattr(args, name):
             yield f"--{name.replace('_', '-')}: this server runs no code and reads no tensors that others bring"
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
-        yield "VLLM_USE_RUST_FRONTEND: it passes by the front door, which keeps tenants apart"
+        yield "VLLM_USE_RUST_FRONTEND: it passes by our middleware, which keeps tenants apart"
 
 
 def _follow(args: Namespace) -> None:
@@ -171,7 +171,7 @@ def _keep_heads_by_class(args: Namespace) -> None:
     architecture = load_config(args.model).architecture
     if architecture not in ARCHITECTURES:
         raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {', '.join(ARCHITECTURES)}")
-    args.no_kvgraft = True  # no connector, no front door: plain vLLM but for its cache
+    args.no_kvgraft = True  # no connector, no middleware: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
     args.prefix_cache_retention_interval = None  # or a window is found again at the end of a prompt only
     args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(Path(args.kvgraft_head_map).absolute())}

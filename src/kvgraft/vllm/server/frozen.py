@@ -1,4 +1,4 @@
-"""The frozen segments of all tenants, as the front door knows them from the engine's answers."""
+"""The frozen segments of all tenants, as this process knows them from the engine's answers."""
 
 import asyncio
 import os
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
+from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.errors import Refused
-from kvgraft.vllm.server.guard import EngineGuard
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 NO_TEXT = [0]  # operations other than freeze ignore their prompt, which must have a token
@@ -22,8 +22,8 @@ class FrozenSegments:
         guard: gives the way into the engine, once there is one.
     """
 
-    def __init__(self, guard: Callable[[], EngineGuard]) -> None:
-        self._guard = guard
+    def __init__(self, guard: Callable[[], GuardedEngineClient]) -> None:
+        self._engine_client = guard
         self._known: dict[tuple[Tenant, str], list[dict[str, Any]]] = {}  # only namespaces that have segments
         self._asked_at: dict[tuple[Tenant, str], float] = {}
         self._refreshing = asyncio.Lock()
@@ -38,7 +38,7 @@ class FrozenSegments:
         """
         if not os.environ.get(CONTROL_TOKEN):
             raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
-        answer = await self._guard().control(tenant, namespace, control, token_ids or NO_TEXT)
+        answer = await self._engine_client().control(tenant, namespace, control, token_ids or NO_TEXT)
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
         if "segments" not in answer:

@@ -1,4 +1,4 @@
-"""The door of the HTTP server: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
+"""Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
 
 import re
 from typing import Any
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.vllm.server.engine_client import CURRENT, PARAMS, Call, parse_params
 from kvgraft.vllm.server.errors import Refused
-from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, parse_params
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 
 MAX_BODY = 32 << 20  # bytes
@@ -20,7 +20,7 @@ COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may 
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
 
 
-class FrontDoorMiddleware:
+class ServerMiddleware:
     """Pure ASGI; passes what the application sends on as it comes.
 
     Args:

@@ -1,4 +1,4 @@
-"""Attaches the front door to vLLM's own API server, through its interface for endpoint plugins.
+"""Adds tenants, reports and our routes to vLLM's API server, through its interface for endpoint plugins.
 
 Named `kvgraft` in the entry points of group `vllm.endpoint_plugins`; vLLM loads it only where `VLLM_PLUGINS` names it,
 as `kvgraft serve` does.
@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvgraft.vllm.server import segments, status
-from kvgraft.vllm.server.door import FrontDoor
 from kvgraft.vllm.server.errors import Refused, answer_refusal
-from kvgraft.vllm.server.middleware import FrontDoorMiddleware
+from kvgraft.vllm.server.middleware import ServerMiddleware
+from kvgraft.vllm.server.server_state import ServerState
 
 
 class FrontDoorPlugin:
@@ -29,13 +29,12 @@ class FrontDoorPlugin:
         Raises:
             ValueError: the arguments would let tenants share what they must not.
         """
-        door = FrontDoor(app.state.args)
-        app.state.kvgraft = door
+        state = app.state.kvgraft = ServerState(app.state.args)
         app.state.args.api_key = [""]  # no key for vLLM to check, whatever the environment says
         app.include_router(segments.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
-        app.add_middleware(FrontDoorMiddleware, keyring=door.keyring, default=door.default)
+        app.add_middleware(ServerMiddleware, keyring=state.keyring, default=state.default)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""

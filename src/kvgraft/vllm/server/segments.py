@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 
 from kvgraft.vllm.options import MAX_NAME, Control, check_name
-from kvgraft.vllm.server.door import FrontDoor
 from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.server.tenancy import Tenant
 
 MAX_TEXT = 2 << 20  # characters
@@ -121,5 +121,5 @@ def _tenant(request: Request, label: str | None) -> Tenant:
         raise Refused(400, str(error), param="tenant") from error
 
 
-def _door(request: Request) -> FrontDoor:
+def _door(request: Request) -> ServerState:
     return request.app.state.kvgraft

@@ -1,4 +1,4 @@
-"""`kvgraft serve`: vLLM's API server with the connector, the worker and the front door in place."""
+"""`kvgraft serve`: vLLM's API server with our connector, worker, middleware and routes."""
 
 import os
 import secrets
@@ -46,14 +46,14 @@ def prepare_environment(args: Namespace) -> None:
     """Set what the processes of the server read from the environment, before any of them starts.
 
     Raises:
-        ValueError: this installation does not register the front door with vLLM.
+        ValueError: this installation does not register our endpoint plugin with vLLM.
     """
     if args.no_kvgraft:
         return
     found = list(entry_points(group=ENDPOINTS, name=PLUGIN))
     if not found:
         raise ValueError(f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again")
-    found[0].load()  # vLLM would log an error here and serve without the front door
+    found[0].load()  # vLLM would log an error here and serve without it
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 

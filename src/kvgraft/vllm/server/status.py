@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from kvgraft.vllm.server.guard import CURRENT
+from kvgraft.vllm.server.engine_client import CURRENT
 
 STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
@@ -47,19 +47,19 @@ async def page() -> HTMLResponse:
 @router.get("/v1/kvgraft/status")
 async def status(request: Request) -> dict[str, Any]:
     """Pool, segments, recent requests and sums, as far as the caller may see them."""
-    call, door = CURRENT.get(), request.app.state.kvgraft
+    call, state = CURRENT.get(), request.app.state.kvgraft
     if call is None:
-        raise RuntimeError("the status was asked for past the front door")
+        raise RuntimeError("the status was asked for past our middleware")
     principal = call.principal
     return {
         "model": request.app.state.openai_serving_models.model_name(),
-        "policy": door.settings.policy,
-        "match": door.settings.match or door.default.policy.match,
+        "policy": state.settings.policy,
+        "match": state.settings.match or state.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
-        "segments": await door.segments.view(principal),
-        **door.ledger.view(principal),
-        **(engine_figures() if principal.is_admin or door.keyring.has_one_tenant else NO_FIGURES),
+        "segments": await state.segments.view(principal),
+        **state.request_log.view(principal),
+        **(engine_figures() if principal.is_admin or state.keyring.has_one_tenant else NO_FIGURES),
     }
 
 

@@ -14,8 +14,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.options import Report, RequestOptions
-from kvgraft.vllm.server.guard import CURRENT, PARAMS, Call, EngineGuard
-from kvgraft.vllm.server.ledger import Ledger
+from kvgraft.vllm.server.engine_client import CURRENT, PARAMS, Call, GuardedEngineClient
+from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
 ALICE = Tenant.of("alice")
@@ -67,7 +67,7 @@ def salts() -> Salts:
 @pytest.fixture
 def engine(salts: Salts) -> Engine:
     engine = Engine()
-    EngineGuard(engine, salts, Ledger((ALICE,)), RequestOptions(parse_policy("sparsex")))
+    GuardedEngineClient(engine, salts, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
     return engine
 
 

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from kvgraft.vllm.connector.known import KnownText
-from kvgraft.vllm.connector.tracked import Candidate, Tracked
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.recovery import Outcome
 from kvgraft.vllm.stats import Stats
@@ -15,7 +15,7 @@ KINDS = ("prefix", "grafted", "fresh")
 FALLBACKS = ("pool_pressure", "non_finite", "error")  # reasons why grafts that were found were given up
 
 
-class Accounts:
+class Reporting:
     """Fills the requests' reports and counts for the metrics."""
 
     def __init__(self) -> None:
@@ -23,28 +23,28 @@ class Accounts:
         self._told: dict[tuple[str, str], int] = {}  # levels
         self.documents = (0, 0)  # that the workers hold in host memory: bytes, how many
 
-    def admitted(self, tracked: Tracked, candidate: Candidate | None) -> None:
+    def admitted(self, state: RequestState, candidate: Candidate | None) -> None:
         """Report an admission (a graft: once it has succeeded), and count the first one."""
-        report, options, request = tracked.report, tracked.options, tracked.request
-        num_prompt = tracked.prompt_tokens
+        report, options, request = state.report, state.options, state.request
+        num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         spans = _spans(candidate, num_prompt, num_prefix)
         report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
-        report.prompt_tokens, report.reason = num_prompt, tracked.reason
+        report.prompt_tokens, report.reason = num_prompt, state.reason
         report.prefix_tokens, report.grafted_tokens, report.fresh_tokens = (
             sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
         )
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         if candidate is None:
             report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
-        if not tracked.accounted and isinstance(options, RequestOptions):  # others are our own operations
-            self._count(tracked, candidate is not None)
-        tracked.accounted = True
+        if not state.is_counted and isinstance(options, RequestOptions):  # others are our own operations
+            self._count(state, candidate is not None)
+        state.is_counted = True
 
-    def recovered(self, tracked: Tracked, candidate: Candidate | None, outcome: Outcome) -> None:
+    def recovered(self, state: RequestState, candidate: Candidate | None, outcome: Outcome) -> None:
         """A graft has succeeded."""
-        self.admitted(tracked, candidate)
-        report = tracked.report
+        self.admitted(state, candidate)
+        report = state.report
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
         report.kept_tokens = outcome.kept_tokens
@@ -61,7 +61,7 @@ class Accounts:
         for event, count in counts.items():
             self._stats.add("kvgraft:store_total", event, count)
 
-    def take(self, known: KnownText) -> Stats | None:
+    def take(self, known: Planner) -> Stats | None:
         """What happened since the last call."""
         stats, self._stats = self._stats, Stats()
         levels = self._levels(known)
@@ -72,7 +72,7 @@ class Accounts:
         self._told = levels
         return stats
 
-    def _levels(self, known: KnownText) -> dict[tuple[str, str], int]:
+    def _levels(self, known: Planner) -> dict[tuple[str, str], int]:
         """What the gauges show now, by metric and label."""
         pool, (num_bytes, num_documents) = known.pool, self.documents
         return {
@@ -85,15 +85,15 @@ class Accounts:
             ("kvgraft:document_bytes", ""): num_bytes,
         }
 
-    def _count(self, tracked: Tracked, grafted: bool) -> None:
-        report, reason = tracked.report, tracked.reason or "unknown"
+    def _count(self, state: RequestState, grafted: bool) -> None:
+        report, reason = state.report, state.reason or "unknown"
         if not grafted:
             if reason in FALLBACKS:
-                logger.warning("request %s is computed in full: %s", tracked.id, reason)
+                logger.warning("request %s is computed in full: %s", state.id, reason)
                 self._stats.add("kvgraft:fallbacks_total", reason)
             else:
                 self._stats.add("kvgraft:misses_total", reason)
-        off = tracked.refusal is not None and reason not in FALLBACKS
+        off = state.refusal is not None and reason not in FALLBACKS
         outcome = "grafted" if grafted else "off" if off else "prefix_only" if report.prefix_tokens else "miss"
         self._stats.add("kvgraft:requests_total", outcome)
         for kind in KINDS:

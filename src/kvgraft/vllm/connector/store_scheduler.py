@@ -10,19 +10,19 @@ import numpy as np
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.store import Chunk, Record, Register, consecutive
 from kvgraft.vllm.compat import nonce_hash
-from kvgraft.vllm.connector.known import KnownText
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
-from kvgraft.vllm.connector.tracked import Tracked
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.request_state import RequestState
 
 
-class StoredText:
+class StoreScheduler:
     """The scheduler's view of the workers' stores. It may lag behind them: what is gone is a miss, and then forgotten.
 
     Args:
         known: what is in vLLM's blocks; what comes back becomes known there.
     """
 
-    def __init__(self, known: KnownText, num_ranks: int) -> None:
+    def __init__(self, known: Planner, num_ranks: int) -> None:
         self.known = known
         self._register = Register(known.block_size, CHUNK_BLOCKS, *known.cuts)
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
@@ -38,39 +38,39 @@ class StoredText:
         """Chunks that are stored."""
         return len(self._register)
 
-    def keep(self, tracked: Tracked, blocks: Sequence[int], *, ended: bool) -> None:
+    def keep(self, state: RequestState, blocks: Sequence[int], *, ended: bool) -> None:
         """Have the exact blocks of a request stored, as far as they are named: by chunks, the rest when it ends."""
-        size, first = self.known.block_size, tracked.num_stored
-        stop = min(tracked.num_offered, tracked.first_approximate // size)
+        size, first = self.known.block_size, state.num_stored
+        stop = min(state.num_offered, state.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
         if stop <= first:
             return
-        tokens = np.array(tracked.request.all_token_ids[: stop * size], np.int64)
-        chains = chain_hashes(tokens, size, tracked.scope)
+        tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
+        chains = chain_hashes(tokens, size, state.scope)
         for begin in range(first, stop, CHUNK_BLOCKS):
             where = slice(begin, min(begin + CHUNK_BLOCKS, stop))
             part = tokens[where.start * size : where.stop * size]
-            source = self._first_source + tracked.source
-            chunk = Chunk(tracked.scope, "", tuple(chains[where]), part, source, begin * size)
+            source = self._first_source + state.source
+            chunk = Chunk(state.scope, "", tuple(chains[where]), part, source, begin * size)
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
                 self.known.pool.acquire(self._keeping[chunk.key])
                 self._orders.keeps.append(Keep(chunk, np.array(blocks[where])))
-        tracked.num_stored = stop
+        state.num_stored = stop
 
-    def is_coming(self, tracked: Tracked, num_prefix: int, num_spare: int, *, grafts: bool) -> bool:
+    def is_coming(self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool) -> bool:
         """Whether a prompt should wait for blocks that are being brought back; asks once, for as many as fit."""
-        if tracked.load is not None:
-            return tracked.load in self._loading
+        if state.load is not None:
+            return state.load in self._loading
         if self._num_ready < self._num_ranks:
             return True
-        wanted, hashes = self._wanted(tracked, num_prefix, grafts)
-        found = [(number, self._register.find(number, tracked.scope)) for number in wanted[: max(num_spare, 0)]]
+        wanted, hashes = self._wanted(state, num_prefix, grafts)
+        found = [(number, self._register.find(number, state.scope)) for number in wanted[: max(num_spare, 0)]]
         coming = [_Coming(held[0], held[1], hashes.get(number)) for number, held in found if held is not None]
-        tracked.load = self._num_loads = self._num_loads + 1
+        state.load = self._num_loads = self._num_loads + 1
         if coming:
             places = [(block.record.key, block.place) for block in coming]
-            load = Load(tracked.load, places, self.known.pool.allocate(len(coming)))
+            load = Load(state.load, places, self.known.pool.allocate(len(coming)))
             self._loading[load.number] = (load, coming, np.ones(len(coming), bool))
             self._orders.loads.append(load)
         return bool(coming)
@@ -114,24 +114,24 @@ class StoredText:
         del self._done[what]
         return True
 
-    def _wanted(self, tracked: Tracked, num_prefix: int, grafts: bool) -> tuple[list[int], dict[int, bytes]]:
+    def _wanted(self, state: RequestState, num_prefix: int, grafts: bool) -> tuple[list[int], dict[int, bytes]]:
         """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for them; then others."""
-        size, tokens = self.known.block_size, np.array(tracked.token_ids, np.int64)
+        size, tokens = self.known.block_size, np.array(state.token_ids, np.int64)
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
         first, hashes = num_prefix // size, {}
-        chains = chain_hashes(tokens[:-1], size, tracked.scope)[first:]
-        for block, number in enumerate(self._register.prefix(chains, tracked.scope), first):
-            if number < 0 or block >= len(tracked.request.block_hashes):
+        chains = chain_hashes(tokens[:-1], size, state.scope)[first:]
+        for block, number in enumerate(self._register.prefix(chains, state.scope), first):
+            if number < 0 or block >= len(state.request.block_hashes):
                 break
-            hashes[number] = tracked.request.block_hashes[block]
+            hashes[number] = state.request.block_hashes[block]
             free[block * size : (block + 1) * size] = False
         if not grafts:
             return list(hashes), hashes
-        for match in self.known.match(tracked, tokens, free):
+        for match in self.known.match(state, tokens, free):
             free[match.start : match.start + match.length] = False
-        similar, clean = self.known.matches_similar(tracked), self.known.require_clean_context
-        matches = self._register.match(tokens, tracked.scope, free=free, require_clean_context=clean, similar=similar)
+        similar, clean = self.known.matches_similar(state), self.known.require_clean_context
+        matches = self._register.match(tokens, state.scope, free=free, require_clean_context=clean, similar=similar)
         grafted = [page for match in sorted(matches, key=lambda m: -m.length) for page in match.pages.tolist()]
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 

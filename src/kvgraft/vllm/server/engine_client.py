@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.options import KEY, Control, RequestOptions
-from kvgraft.vllm.server.ledger import Entry, Ledger
+from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
 PARAMS = "kv_transfer_params"
@@ -60,15 +60,15 @@ def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
         raise ValueError(f"{PARAMS}.{KEY}: {error}"[:MAX_MESSAGE]) from error
 
 
-class EngineGuard:
+class GuardedEngineClient:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
         client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance, and one of its output processor.
     """
 
-    def __init__(self, client: Any, salts: Salts, ledger: Ledger, default: RequestOptions) -> None:
-        self._salts, self._ledger, self._default = salts, ledger, default
+    def __init__(self, client: Any, salts: Salts, request_log: RequestLog, default: RequestOptions) -> None:
+        self._salts, self._request_log, self._default = salts, request_log, default
         self._generate, client.generate = client.generate, self.generate
         self._stopped = StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
@@ -146,10 +146,10 @@ class EngineGuard:
         except (VLLMClientError, GracefulHTTPError):
             raise  # refused before it ran
         except BaseException:
-            self._ledger.add(Entry.of(call.principal.tenant, call.route, last))
+            self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
             raise
         else:
-            self._ledger.add(Entry.of(call.principal.tenant, call.route, last))
+            self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
 
 
 def _params_of(sampling_params: Any) -> Any:

@@ -19,7 +19,7 @@ logger = logging.getLogger("kvgraft")
 Fetched = list[StoredBlock | None]
 
 
-class StoreSide:
+class StoreWorker:
     """This rank's store.
 
     Args:

@@ -10,13 +10,13 @@ from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.matches import Lineage, Match
 from kvgraft.segments.similar import SimilarIndex
-from kvgraft.vllm.connector.tracked import Candidate, Tracked
+from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import Settings
 
 
-class KnownText:
+class Planner:
     """Finds known text for a prompt and names what requests have read.
 
     Args:
@@ -44,9 +44,9 @@ class KnownText:
         self.require_clean_context = settings.require_clean_context
         self._shortest, self._least_share = settings.min_graft_tokens, settings.min_graft_share
 
-    def plan(self, tracked: Tracked, num_prefix: int) -> tuple[str | None, Candidate | None]:
+    def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
         """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
-        candidate = self._find(tracked, num_prefix)
+        candidate = self._find(state, num_prefix)
         if candidate is None:
             return "no_known_text", None
         if not self.is_worthwhile(int(candidate.plan.grafted.sum()), candidate.plan.num_tokens - num_prefix):
@@ -57,49 +57,49 @@ class KnownText:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
         return num_grafted >= max(self._shortest, self._least_share * num_active)
 
-    def documents(self, tracked: Tracked) -> tuple[range, ...]:
+    def documents(self, state: RequestState) -> tuple[range, ...]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
-        tokens = np.array(tracked.token_ids[:-1], np.int64)
-        matches = self.match(tracked, tokens)
+        tokens = np.array(state.token_ids[:-1], np.int64)
+        matches = self.match(state, tokens)
         spans = (range(match.start, match.start + match.length) for match in matches)
         return tuple(span for span in spans if len(span) >= self._shortest)
 
-    def make_room(self, tracked: Tracked, num_blocks: int, spare: Container[int]) -> None:
+    def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
         """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
         watermark."""
-        self.frozen.shed(tracked.namespace, num_blocks, spare)
+        self.frozen.shed(state.namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
         """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
         self.pool.acquire(candidate.sources)
 
-    def offer(self, tracked: Tracked, blocks: list[int], num_tokens: int) -> None:
+    def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Name the full blocks of the first num_tokens tokens that were not named before.
 
         Blocks that hold or follow grafts are named only with `approximate_sources`.
         """
-        first, stop = tracked.num_offered, min(num_tokens // self.block_size, len(blocks))
+        first, stop = state.num_offered, min(num_tokens // self.block_size, len(blocks))
         if not self.approximate_sources:
-            stop = min(stop, tracked.first_approximate // self.block_size)
+            stop = min(stop, state.first_approximate // self.block_size)
         if stop <= first:
             return
         versions = self.pool.versions(blocks[first:stop])
         if not versions.all():  # from here on vLLM does not know the content (yet)
             stop = first + int(np.flatnonzero(versions == 0)[0])
             versions = versions[: stop - first]
-        tokens = np.array(tracked.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
-        exact = min(max(tracked.first_approximate // self.block_size - first, 0), stop - first)
+        tokens = np.array(state.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
+        exact = min(max(state.first_approximate // self.block_size - first, 0), stop - first)
         for lineage, part in ((Lineage.EXACT, slice(0, exact)), (Lineage.APPROXIMATE, slice(exact, stop - first))):
-            self._name(tracked, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
-        tracked.num_offered = max(stop, first)
+            self._name(state, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
+        state.num_offered = max(stop, first)
 
-    def apply(self, tracked: Tracked, blocks: list[int]) -> dict[str, Any]:
+    def apply(self, state: RequestState, blocks: list[int]) -> dict[str, Any]:
         """Carry out a control request that has finished; returns the namespace's segments or the error."""
-        control, namespace = tracked.options, tracked.namespace
+        control, namespace = state.options, state.namespace
         if not isinstance(control, Control):
             raise TypeError(f"{control!r} is no control operation")
         if control.op == "freeze":
-            num_blocks = tracked.request.num_prompt_tokens // self.block_size
+            num_blocks = state.request.num_prompt_tokens // self.block_size
             if not num_blocks:
                 return _error(400, f"nothing to freeze: the text fills no block of {self.block_size} tokens")
             held = self.frozen.pages
@@ -123,9 +123,9 @@ class KnownText:
             self.frozen.delete(entry.name, entry.namespace)
         return True
 
-    def matches_similar(self, tracked: Tracked) -> bool:
+    def matches_similar(self, state: RequestState) -> bool:
         """Whether near-duplicates are grafted into a request, too."""
-        return isinstance(tracked.options, RequestOptions) and tracked.options.match_similar
+        return isinstance(state.options, RequestOptions) and state.options.match_similar
 
     def name(self, tokens: np.ndarray, pages: list[int], source: int, source_start: int, scope: bytes) -> list[bool]:
         """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages. False
@@ -137,33 +137,33 @@ class KnownText:
             self.similar.insert(ids, scope)
         return [entry >= 0 for entry in ids.tolist()]
 
-    def match(self, tracked: Tracked, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
+    def match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
         """What of a request's tokens int64 [T] is in vLLM's blocks and can be grafted where `free` bool [T] is set."""
-        index = self.similar if self.matches_similar(tracked) and self.similar is not None else self.index
+        index = self.similar if self.matches_similar(state) and self.similar is not None else self.index
         return index.match(
             tokens,
-            tracked.scope,
+            state.scope,
             free=free,
             allow_approximate=self.approximate_sources,
             require_clean_context=self.require_clean_context,
         )
 
-    def _find(self, tracked: Tracked, num_prefix: int) -> Candidate | None:
+    def _find(self, state: RequestState, num_prefix: int) -> Candidate | None:
         """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
 
         The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live. A prompt
         of which a part is kept has no sources: its documents are read on their own.
         """
-        kept = tracked.candidate
-        tokens = np.array(tracked.token_ids, np.int64)
-        if tracked.whole:
-            plan = Plan.for_documents(len(tokens), self.block_size, tracked.documents)
+        kept = state.candidate
+        tokens = np.array(state.token_ids, np.int64)
+        if state.whole:
+            plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
             return Candidate(plan, 0, [], np.zeros(0, np.int64))
         if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
             return kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self.match(tracked, tokens, free)
+        matches = self.match(state, tokens, free)
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
         if not plan.graft_targets.numel():
             return None
@@ -172,7 +172,7 @@ class KnownText:
 
     def _name(
         self,
-        tracked: Tracked,
+        state: RequestState,
         pages: list[int],
         versions: np.ndarray,
         tokens: np.ndarray,
@@ -187,19 +187,19 @@ class KnownText:
             tokens[part.start * size : part.stop * size],
             np.array(pages),
             versions,
-            source=tracked.source,
+            source=state.source,
             source_start=(first + part.start) * size,
-            scope=tracked.scope,
+            scope=state.scope,
             lineage=lineage,
-            after=tracked.last_entry,
-            unlimited=isinstance(tracked.options, Control),
+            after=state.last_entry,
+            unlimited=isinstance(state.options, Control),
         )
         if self.similar is not None:
-            self.similar.insert(ids, tracked.scope)
+            self.similar.insert(ids, state.scope)
         if lineage is Lineage.APPROXIMATE:
-            tracked.named_approximate |= {page for page, entry in zip(pages, ids.tolist(), strict=True) if entry >= 0}
-        tracked.last_entry = int(ids[-1])
-        tracked.num_sources += int((ids >= 0).sum())
+            state.named_approximate |= {page for page, entry in zip(pages, ids.tolist(), strict=True) if entry >= 0}
+        state.last_entry = int(ids[-1])
+        state.num_sources += int((ids >= 0).sum())
 
     def _is_live(self, candidate: Candidate) -> bool:
         return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())

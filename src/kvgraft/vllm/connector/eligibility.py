@@ -11,7 +11,7 @@ from kvgraft.vllm.options import KEY, Control, RequestOptions
 logger = logging.getLogger("kvgraft")
 
 
-class Wishes:
+class ReuseEligibility:
     """Reads requests.
 
     Args:

@@ -2,7 +2,7 @@ import pytest
 from vllm.outputs import RequestOutput
 
 from kvgraft.vllm.options import Report
-from kvgraft.vllm.server.ledger import RECENT, Entry, Ledger
+from kvgraft.vllm.server.request_log import RECENT, Entry, RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
@@ -51,11 +51,11 @@ def test_what_was_aborted_has_no_tokens():
 
 
 def test_a_tenant_sees_its_own_and_the_admin_all():
-    ledger = Ledger((ALICE, BOB))
+    request_log = RequestLog((ALICE, BOB))
     miss = Report(prompt_tokens=7, fresh_tokens=7, reason="no_known_text")
     for tenant, report in ((ALICE, GRAFTED), (BOB, miss), (BOB, miss), (ADMIN, GRAFTED)):
-        ledger.add(ended(tenant, report))
-    alice, bob = (ledger.view(Principal(tenant)) for tenant in (ALICE, BOB))
+        request_log.add(ended(tenant, report))
+    alice, bob = (request_log.view(Principal(tenant)) for tenant in (ALICE, BOB))
     assert [entry["tenant"] for entry in alice["recent"]] == [ALICE.label]
     assert alice["totals"]["requests"] == {"grafted": 1}
     assert alice["totals"]["misses"] == {}
@@ -64,19 +64,19 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
         "tokens": {"prefix": 0, "grafted": 0, "recomputed": 0, "fresh": 14},
         "misses": {"no_known_text": 2},
     }
-    everything = ledger.view(Principal(ADMIN, is_admin=True))
+    everything = request_log.view(Principal(ADMIN, is_admin=True))
     assert [entry["tenant"] for entry in everything["recent"]] == [ADMIN.label, BOB.label, BOB.label, ALICE.label]
     assert everything["totals"]["requests"] == {"grafted": 2, "miss": 2}
     assert everything["totals"]["tokens"] == {"prefix": 40, "grafted": 120, "recomputed": 20, "fresh": 54}
 
 
 def test_old_requests_are_forgotten_one_tenants_by_its_own_only_and_sums_stay():
-    ledger = Ledger((ALICE, BOB))
-    ledger.add(ended(BOB, GRAFTED))
+    request_log = RequestLog((ALICE, BOB))
+    request_log.add(ended(BOB, GRAFTED))
     for _ in range(RECENT + 5):
-        ledger.add(ended(ALICE, GRAFTED))
-    assert len(ledger.view(Principal(BOB))["recent"]) == 1
-    alice = ledger.view(Principal(ALICE))
+        request_log.add(ended(ALICE, GRAFTED))
+    assert len(request_log.view(Principal(BOB))["recent"]) == 1
+    alice = request_log.view(Principal(ALICE))
     assert len(alice["recent"]) == RECENT
     assert alice["totals"]["requests"] == {"grafted": RECENT + 5}
-    assert len(ledger.view(Principal(ADMIN, is_admin=True))["recent"]) == RECENT
+    assert len(request_log.view(Principal(ADMIN, is_admin=True))["recent"]) == RECENT

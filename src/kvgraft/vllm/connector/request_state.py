@@ -31,7 +31,7 @@ class Candidate:
 
 
 @dataclass(eq=False)
-class Tracked:
+class RequestState:
     """One request from its arrival until its blocks are given back.
 
     Attributes:
@@ -49,7 +49,7 @@ class Tracked:
         num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
         first_approximate: first token whose KV is not exact.
         recovery: the admitted plan while the workers are at it.
-        accounted: whether the metrics have counted it.
+        is_counted: whether the metrics have counted it.
         num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
         named_approximate: its pages that hold or follow grafts, and can be grafted from.
         num_stored: leading blocks that the stores were offered.
@@ -68,7 +68,7 @@ class Tracked:
     pinned: list[int] = field(default_factory=list)
     hashes: tuple[int, list[Any]] | None = None
     recovery: Candidate | None = None
-    accounted: bool = False
+    is_counted: bool = False
     finished: bool = False
     admitted: bool = False
     num_exact: int = NEVER

@@ -60,7 +60,7 @@ class Entry:
         )
 
 
-class Ledger:
+class RequestLog:
     """The last requests of every tenant, and sums over all of its requests."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:

@@ -1,18 +1,18 @@
-"""What one server shares between its routes: keys, cache keys, the ledger, and the way into the engine."""
+"""What one server shares between its routes: keys, cache keys, the request log, and the way into the engine."""
 
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import FrozenSegments
-from kvgraft.vllm.server.guard import EngineGuard
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.ledger import Ledger
+from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.tenancy import Keyring, Salts
 from kvgraft.vllm.settings import Settings
 
 
-class FrontDoor:
+class ServerState:
     """The state of one API server process, kept in `app.state.kvgraft`.
 
     Raises:
@@ -27,24 +27,24 @@ class FrontDoor:
         self.default = self.settings.default
         store = self.settings.store
         self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
-        self.ledger = Ledger(self.keyring.tenants)
-        self.segments = FrozenSegments(lambda: self.guard)
-        self._guard: EngineGuard | None = None
+        self.request_log = RequestLog(self.keyring.tenants)
+        self.segments = FrozenSegments(lambda: self.engine_client)
+        self._engine_client: GuardedEngineClient | None = None
 
     @property
-    def guard(self) -> EngineGuard:
+    def engine_client(self) -> GuardedEngineClient:
         """The way into the engine.
 
         Raises:
             RuntimeError: the engine is not connected yet.
         """
-        if self._guard is None:
-            raise RuntimeError("the front door has no engine yet")
-        return self._guard
+        if self._engine_client is None:
+            raise RuntimeError("the API server has no engine yet")
+        return self._engine_client
 
     def connect(self, engine_client: Any) -> None:
         """Guard the engine client that the routes of this server use."""
-        self._guard = EngineGuard(engine_client, self.salts, self.ledger, self.default)
+        self._engine_client = GuardedEngineClient(engine_client, self.salts, self.request_log, self.default)
 
 
 def _settings(args: Namespace) -> Settings:
