@@ -90,13 +90,13 @@ async def delete(
 @router.get("/v1/kvgraft/tenants")
 async def tenants(request: Request) -> dict[str, Any]:
     """Whom segments can belong to."""
-    return {"tenants": [{"tenant": tenant.label} for tenant in _door(request).keyring.tenants]}
+    return {"tenants": [{"tenant": tenant.label} for tenant in _state(request).keyring.tenants]}
 
 
 async def _operate(
     request: Request, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
 ) -> dict[str, Any]:
-    segments = await _door(request).segments.operate(tenant, namespace, control, token_ids)
+    segments = await _state(request).segments.operate(tenant, namespace, control, token_ids)
     return {"tenant": tenant.label, "namespace": namespace, "segments": segments}
 
 
@@ -116,10 +116,10 @@ async def _token_ids(wanted: Freeze, request: Request) -> list[int]:
 
 def _tenant(request: Request, label: str | None) -> Tenant:
     try:
-        return _door(request).keyring.tenant(label)
+        return _state(request).keyring.tenant(label)
     except ValueError as error:
         raise Refused(400, str(error), param="tenant") from error
 
 
-def _door(request: Request) -> ServerState:
+def _state(request: Request) -> ServerState:
     return request.app.state.kvgraft
