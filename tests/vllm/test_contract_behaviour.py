@@ -346,7 +346,14 @@ def test_a_reset_asks_us_first(driver: Driver):
     pinned = next(block for block in pool.blocks if block.block_hash is not None)
     pool.touch([pinned])
     assert driver.scheduler.reset_prefix_cache() is False, "frozen blocks would make every reset fail"
-    on_cache_reset(driver.scheduler.kv_cache_manager, lambda: pool.free_blocks([pinned]))
+    may_reset = [False, True]
+
+    def let_go() -> bool:
+        pool.free_blocks([pinned] if may_reset[0] else [])
+        return may_reset.pop(0)
+
+    on_cache_reset(driver.scheduler.kv_cache_manager, let_go)
+    assert driver.scheduler.reset_prefix_cache() is False, "we may refuse"
     assert driver.scheduler.reset_prefix_cache() is True, "compat.on_cache_reset wraps the manager's method"
     assert pinned.block_hash is None, "virtual blocks die with the hashes"
 

@@ -20,13 +20,14 @@ from vllm.plugins import DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP, load_end
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
-from kvgraft.vllm.server.engine_client import GuardedEngineClient
+from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
 from kvgraft.vllm.server.plugin import FrontDoorPlugin
 
 SOURCE = Path(arguments.__file__).parent
@@ -139,6 +140,17 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
     assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"
     assert RequestState.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
+
+
+def test_what_vllm_says_of_a_reset_that_cannot_be():
+    said = "".join(
+        ast.literal_eval(node) for node in ast.walk(ast.parse(inspect.getsource(scheduler))) if is_text(node)
+    )
+    assert NOT_RESET in said, "GuardedEngineClient.reset_prefix_cache answers False to it"
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def test_options_travel_in_the_extra_arguments():

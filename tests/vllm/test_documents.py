@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from engines import BLOCK, OFF, Ask, words
+from engines import BLOCK, NAIVE, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 from torch import Tensor
@@ -17,6 +17,7 @@ from kvgraft import Engine, Request, SamplingParams
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.policies import POLICIES, Condense
 from kvgraft.segments.prompt import Part, Segment
+from kvgraft.vllm.server.engine_client import NOT_RESET
 
 DOCUMENTS = [words(9 * BLOCK, 1), words(6 * BLOCK, 2), words(8 * BLOCK, 3)]
 NUM_DOCUMENT_TOKENS = sum(map(len, DOCUMENTS))
@@ -216,6 +217,23 @@ def test_documents_of_old_weights_are_forgotten(reader: Host):
     assert reader.llm.reset_prefix_cache()
     reader.ask(Ask(words(10, 1), OFF))
     assert len(reader.queue.library.store) == 0
+
+
+@pytest.mark.parametrize("reset", [{}, {"reset_connector": True}, {"reset_running_requests": True}], ids=str)
+def test_a_reset_during_a_recovery_is_refused_and_nothing_is_forgotten(reader: Host, reset: dict[str, bool]):
+    """vLLM's scheduler raises an error where it has preempted all that runs; a server answers False to it."""
+    reader.ask(Ask(PROMPT, FEW))
+    name = reader.add(Ask(words(10, 7) + DOCUMENTS[0], NAIVE))
+    reader.step_until(lambda: reader.state(name).recovering)
+    if "reset_running_requests" in reset:
+        with pytest.raises(RuntimeError, match=NOT_RESET):
+            reader.llm.reset_prefix_cache(**reset)
+    else:
+        assert reader.llm.reset_prefix_cache(**reset) is False
+    assert reader.finish(name)[0].grafted
+    assert len(reader.queue.library.store) == 3
+    assert reader.ask(Ask(words(9, 8) + DOCUMENTS[1], NAIVE))[0].grafted
+    assert reader.llm.reset_prefix_cache()
 
 
 def test_a_prompt_larger_than_the_pool_s_rest_waits_or_is_kept(reader: Host, native: Engine):

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.options import Report, RequestOptions
-from kvgraft.vllm.server.engine_client import CURRENT, PARAMS, Call, GuardedEngineClient
+from kvgraft.vllm.server.engine_client import CURRENT, NOT_RESET, PARAMS, Call, GuardedEngineClient
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
@@ -30,6 +30,11 @@ class Engine:
         self.output_processor = SimpleNamespace(request_states={}, process_outputs=lambda outputs: list(outputs))
         self.requests: list[EngineCoreRequest] = []
         self.closed = False
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if reset_running_requests:
+            raise RuntimeError(f"Call to reset_prefix_cache method failed: {NOT_RESET if self.closed else 'else'} ...")
+        return True
 
     async def keep(self, request: EngineCoreRequest) -> None:
         self.requests.append(request)
@@ -124,6 +129,14 @@ def test_who_stops_reading_stops_the_engine_at_once(engine: Engine):
         assert engine.closed
 
     asyncio.run(run())
+
+
+def test_a_reset_that_cannot_be_is_no_error(engine: Engine):
+    assert asyncio.run(engine.reset_prefix_cache()) is True
+    with pytest.raises(RuntimeError, match="else"):
+        asyncio.run(engine.reset_prefix_cache(reset_running_requests=True))
+    engine.closed = True
+    assert asyncio.run(engine.reset_prefix_cache(reset_running_requests=True)) is False
 
 
 class State:

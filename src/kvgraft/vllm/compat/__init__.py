@@ -58,12 +58,12 @@ def set_prompt(request: Any, token_ids: list[int]) -> None:
     request.update_block_hashes()
 
 
-def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], object]) -> None:
-    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned."""
+def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], bool]) -> None:
+    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned. If
+    it returns False the cache stays."""
     reset = kv_cache_manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:
-        callback()
-        return bool(reset())
+        return callback() and bool(reset())
 
     kv_cache_manager.reset_prefix_cache = reset_prefix_cache

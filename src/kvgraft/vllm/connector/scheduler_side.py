@@ -79,14 +79,17 @@ class SchedulerSide:
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
-        """Let go of frozen text and of documents: they may be of old weights."""
+        """Let go of frozen text and of documents: they may be of old weights. False, and nothing is forgotten, while
+        requests run or are recovered."""
+        if not self.known.clear():
+            return False
         self._forgets = True
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
             for state in self._requests.values():
                 state.num_stored = NEVER
-        return self.known.clear()
+        return True
 
     def _first_hidden(self, request: Any) -> int:
         """The first block of a request that nobody may find."""

@@ -17,6 +17,7 @@ from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
 PARAMS = "kv_transfer_params"
+NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"  # says vLLM's scheduler
 MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
 
 
@@ -64,12 +65,13 @@ class GuardedEngineClient:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
-        client: vLLM's `AsyncLLM`; two of its entrances are replaced on this instance, and one of its output processor.
+        client: vLLM's `AsyncLLM`; three of its entrances are replaced on this instance, one of its output processor.
     """
 
     def __init__(self, client: Any, salts: Salts, request_log: RequestLog, default: RequestOptions) -> None:
         self._salts, self._request_log, self._default = salts, request_log, default
         self._generate, client.generate = client.generate, self.generate
+        self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._stopped = StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
 
@@ -104,6 +106,16 @@ class GuardedEngineClient:
             given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
             request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
         await self._admit(request)
+
+    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all that runs, cannot
+        preempt that, and raises an error."""
+        try:
+            return bool(await self._reset(*args, **kwargs))
+        except Exception as error:
+            if NOT_RESET not in str(error):
+                raise
+            return False
 
     async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
         """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
