@@ -20,6 +20,7 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import OPERATORS
 from kvgraft.decode.planner import plan, unfused
 from kvgraft.decode.vtensor import Layout, VTensor
+from kvgraft.kernels.dispatch import radix_topk
 
 SIZE = 4  # tokens of a block
 # each case: the operator applied to tensors of a flow, and the same in PyTorch, on x, y [1, B, 4, 6] and q [1, 3, 6]
@@ -228,14 +229,27 @@ def test_every_operator_has_a_case():
     assert tried | elsewhere == OPERATORS.keys()
 
 
-def test_approximate_topk_takes_as_many():
-    x = VTensor(torch.randn(300, 1), torch.tensor([0, 100, 300]))
-    for tolerance in (0.0, 0.5):
-        found = ops.approxTopK(x, 16, tolerance=tolerance)
-        for number in range(2):
-            own, best = (set(y.sequence(number)[0].tolist()) for y in (found, ops.topK(x, 16)))
-            assert len(own) == 16
-            assert len(own & best) >= 16 * (1 - tolerance)
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+def test_approximate_topk_takes_as_many_and_misses_what_it_may(monkeypatch: pytest.MonkeyPatch, implementation: str):
+    """As on a device: the CPU takes PyTorch's exact selection. Most scores fall into one bin, which is not refined."""
+
+    def on_a_device(*arguments: Any, **options: Any) -> Tensor:
+        return radix_topk(*arguments, **options | {"implementation": implementation})
+
+    monkeypatch.setattr("kvgraft.decode.operators.radix_topk", on_a_device)
+    scores = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    scores[[3, 50, 107, 222]] = 1e6
+    x, tops = VTensor(scores, torch.tensor([0, 100, 300])), {}
+    for tolerance in (None, 0.0, 0.5, 1.0):
+        found = ops.topK(x, 16) if tolerance is None else ops.approxTopK(x, 16, tolerance=tolerance)
+        tops[tolerance] = [set(found.sequence(number)[0].tolist()) for number in range(2)]
+    for number, certain in enumerate(({3, 50}, {7, 122})):
+        exact, *found = (tops[tolerance][number] for tolerance in (None, 0.0, 0.5, 1.0))
+        assert [len(own) for own in found] == [16] * 3
+        assert found[0] == exact
+        assert len(found[1] & exact) >= 8
+        assert len(found[2] & exact) < 16, "the bin of the last one was refined"
+        assert certain <= found[2], "what lies in a better bin is never missed"
 
 
 def test_union_has_each_block_once():

@@ -6,14 +6,11 @@ from kvgraft.decode import (
     Caches,
     Conv1d,
     GeMM,
-    Kron,
-    L2Norm,
     Max,
     Mean,
     Multiply,
     Normalize,
     Relu,
-    Reshape,
     Sigmoid,
     Softmax,
     Sum,
@@ -99,14 +96,13 @@ class SubBlockAverage(Scored):
 
 
 class InterleavedEnvelope(Scored):
-    """Quest's bound of each region, paired with the strength of each head (chosen: its norm), the best pair."""
+    """Quest's bound of every pair of a query head and a region (chosen: the grid that is paired), of the best pair."""
 
     name, uses = "gpt_interleaved_envelope", ("low_parts", "high_parts")
 
     def score(self, q: Value, c: Caches) -> Value:
-        strength = L2Norm(scaled(q), dim=2)  # [1, g, 1]
-        pairs = Kron(Reshape(strength, (1, 1, *strength.shape[1:])), bound(routing(q), c["low_parts"], c["high_parts"]))
-        return over_regions(Max, pairs)
+        pairs = bound(scaled(q), c["low_parts"], c["high_parts"])  # [1, B, r, g]
+        return Max(over_regions(Max, pairs), dim=2)
 
 
 class OutlierValueGate(Scored):

@@ -119,9 +119,9 @@ SCORES: dict[str, Score] = {
     "gpt_persistent_value_weighted_score": lambda x: average([(x.mean * x.v_features) @ q for q in x.past], 0.1),
     "gpt_sub_block_peak": lambda x: (x.parts.mean(2) @ x.q).amax(1),
     "gpt_sub_block_average": lambda x: (x.parts.mean(2) @ x.q).mean(1),
-    "gpt_interleaved_envelope": lambda x: (
-        torch.maximum(x.parts.amin(2) * x.q, x.parts.amax(2) * x.q).sum(2)[:, :, None] * x.heads.norm(dim=1)
-    ).amax((1, 2)),
+    "gpt_interleaved_envelope": lambda x: torch.stack(
+        [torch.maximum(x.parts.amin(2) * q, x.parts.amax(2) * q).sum(2) for q in x.heads]  # [g, B, parts]
+    ).amax((0, 2)),
     "gpt_outlier_value_gate": lambda x: x.s + (x.v_norm - x.v_norm.mean()).relu(),
     "gpt_softmax_value_temperature": lambda x: x.s.softmax(0) * x.v_norm,
     "gpt_sigmoid_value_gate": lambda x: x.s * (x.v_norm - x.v_norm.mean()).sigmoid(),
