@@ -127,7 +127,7 @@ class Host:
         """Back to the state of a new engine: nothing known, and nothing true in the pages."""
         self.abandon()
         assert self.llm.reset_prefix_cache()
-        self.known.index.discard_stale()
+        self.known.index.segments.blocks.discard_stale()
         self.known.pool.hit_counts[:] = 0
         self.stats.reset()
         self.num_preemptions = self.num_evictions = self.num_accepted = 0

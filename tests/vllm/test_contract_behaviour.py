@@ -40,7 +40,7 @@ from kvgraft.kv.rope import Rope, rotate
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import on_cache_reset
 from kvgraft.vllm.connector.metadata import WorkerMetadata
-from kvgraft.vllm.recovery import Outcome
+from kvgraft.vllm.recovery import RecoveryResult
 
 BLOCK, NUM_BLOCKS, NUM_LAYERS, HEADS, DIM = 32, 24, 2, 4, 32
 NONCE = b"nonce" * 7
@@ -103,7 +103,7 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerMetadata:
         self.calls.append(("worker_meta",))
-        return WorkerMetadata({"r": Outcome()})
+        return WorkerMetadata({"r": RecoveryResult()})
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
@@ -407,7 +407,7 @@ def check_runner(driver: Driver, output: Any) -> None:
         "WorkerSide.step reads what the forward pass wrote; take_worker_metadata reports on take_results"
     )
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"}), "SchedulerSide.on_outcomes"
-    assert output.kv_connector_worker_meta.outcomes == {"r": Outcome()}, "SchedulerSide.on_outcomes"
+    assert output.kv_connector_worker_meta.outcomes == {"r": RecoveryResult()}, "SchedulerSide.on_outcomes"
 
 
 def test_ranks_are_waited_for_and_a_failure_of_one_counts():
@@ -417,9 +417,9 @@ def test_ranks_are_waited_for_and_a_failure_of_one_counts():
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**connector))
 
     ended = {"finished_recving": {"r"}}
-    first = aggregator.aggregate([rank(**ended, kv_connector_worker_meta=WorkerMetadata({"r": Outcome()})), rank()])
+    first = aggregator.aggregate([rank(**ended, kv_connector_worker_meta=WorkerMetadata({"r": RecoveryResult()})), rank()])
     assert not first.kv_connector_output.finished_recving, "a prompt is whole when every rank has recovered its share"
-    failed = WorkerMetadata({"r": Outcome("non_finite")})
+    failed = WorkerMetadata({"r": RecoveryResult("non_finite")})
     both = aggregator.aggregate([rank(), rank(**ended, failed_recving={"r"}, kv_connector_worker_meta=failed)])
     assert both.kv_connector_output.finished_recving == both.kv_connector_output.failed_recving == {"r"}
     assert both.kv_connector_output.kv_connector_worker_meta.outcomes["r"].failure == "non_finite"

@@ -59,7 +59,7 @@ def blocks() -> BlockPool:
 
 @pytest.fixture
 def pool(blocks: BlockPool) -> SharedPool:
-    return SharedPool(blocks)
+    return SharedPool(blocks, BLOCK)
 
 
 def test_the_null_block_is_no_page(pool: SharedPool):
@@ -70,23 +70,23 @@ def test_the_null_block_is_no_page(pool: SharedPool):
 
 def test_pages_have_versions_as_soon_as_vllm_knows_their_content(pool: SharedPool, blocks: BlockPool):
     fresh = [block.block_id for block in blocks.get_new_blocks(2)]
-    assert pool.versions(fresh).tolist() == [0, 0]
+    assert pool.versions_of(fresh).tolist() == [0, 0]
     known = fill(blocks, 3, seed=1)
-    versions = pool.versions(known)
+    versions = pool.versions_of(known)
     assert versions.dtype == np.int64
     assert len({*versions.tolist(), 0}) == 4
     assert pool.is_live(np.array(known), versions).all()
-    assert not pool.is_live(np.array(fresh), pool.versions(fresh)).any()
+    assert not pool.is_live(np.array(fresh), pool.versions_of(fresh)).any()
     assert not pool.is_live(np.array(known), versions + 1).any()
 
 
 def test_equal_content_has_equal_versions_wherever_it_lies(pool: SharedPool, blocks: BlockPool):
-    assert pool.versions(fill(blocks, 2, seed=1)).tolist() == pool.versions(fill(blocks, 2, seed=1)).tolist()
+    assert pool.versions_of(fill(blocks, 2, seed=1)).tolist() == pool.versions_of(fill(blocks, 2, seed=1)).tolist()
 
 
 def test_free_pages_stay_live_until_vllm_reclaims_them(pool: SharedPool, blocks: BlockPool):
     known = fill(blocks, 3, seed=1)
-    versions = pool.versions(known)
+    versions = pool.versions_of(known)
     free(blocks, known)
     assert pool.num_used == 0
     assert pool.is_live(np.array(known), versions).all()
@@ -99,25 +99,25 @@ def test_free_pages_stay_live_until_vllm_reclaims_them(pool: SharedPool, blocks:
 
 def test_new_content_in_an_old_page_is_another_version(pool: SharedPool, blocks: BlockPool):
     old = fill(blocks, NUM_PAGES, seed=1)
-    versions = pool.versions(old)
+    versions = pool.versions_of(old)
     free(blocks, old)
     assert sorted(fill(blocks, NUM_PAGES, seed=2)) == sorted(old)
     assert not pool.is_live(np.array(old), versions).any()
-    assert pool.versions(old).all()
+    assert pool.versions_of(old).all()
 
 
 def test_a_reset_ends_every_version(pool: SharedPool, blocks: BlockPool):
     known = fill(blocks, 3, seed=1)
-    versions = pool.versions(known)
+    versions = pool.versions_of(known)
     free(blocks, known)
     assert blocks.reset_prefix_cache()
-    assert pool.versions(known).tolist() == [0, 0, 0]
+    assert pool.versions_of(known).tolist() == [0, 0, 0]
     assert not pool.is_live(np.array(known), versions).any()
 
 
 def test_held_pages_are_never_reclaimed(pool: SharedPool, blocks: BlockPool):
     known = fill(blocks, 3, seed=1)
-    versions = pool.versions(known)
+    versions = pool.versions_of(known)
     free(blocks, known)
     pool.acquire(known[:2])
     assert [pool.ref_count(page) for page in known] == [1, 1, 0]
@@ -159,7 +159,7 @@ class Conservation(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = make_pool()
-        self.pool = SharedPool(self.blocks)
+        self.pool = SharedPool(self.blocks, BLOCK)
         self.requests: list[list[int]] = []
         self.held: list[list[int]] = []
         self.promised: list[tuple[list[int], np.ndarray]] = []  # what is held, and its versions then
@@ -178,11 +178,11 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(pages=st.sets(st.integers(1, NUM_PAGES), min_size=1, max_size=4))
     def hold(self, pages: set[int]) -> None:
-        live = [page for page in sorted(pages) if self.pool.versions([page])[0]]
+        live = [page for page in sorted(pages) if self.pool.versions_of([page])[0]]
         if live:
             self.pool.acquire(live)
             self.held.append(live)
-            self.promised.append((live, self.pool.versions(live)))
+            self.promised.append((live, self.pool.versions_of(live)))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
@@ -212,7 +212,7 @@ TestConservation.settings = settings(max_examples=40, stateful_step_count=30, de
 
 def test_frozen_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, blocks: BlockPool):
     frozen, kept, other = FrozenPool(pool), fill(blocks, 3, seed=1), fill(blocks, 3, seed=2)
-    versions = {page: int(pool.versions([page])[0]) for page in (*kept, *other)}
+    versions = {page: int(pool.versions_of([page])[0]) for page in (*kept, *other)}
     frozen.insert("manual", "ours", kept)
     free(blocks, kept)
     free(blocks, other)
@@ -275,7 +275,7 @@ def test_what_is_forgotten_is_reclaimed_first_unless_somebody_holds_it(pool: Sha
     known, held = fill(blocks, 3, seed=1), fill(blocks, 1, seed=2)
     free(blocks, known)
     pool.forget([known[0], *held])
-    assert pool.versions([*known, *held]).astype(bool).tolist() == [False, True, True, False]
+    assert pool.versions_of([*known, *held]).astype(bool).tolist() == [False, True, True, False]
     assert [pool.ref_count(page) for page in (known[0], held[0])] == [0, 1]
     assert blocks.get_new_blocks(1)[0].block_id == known[0]
 

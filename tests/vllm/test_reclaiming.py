@@ -40,7 +40,7 @@ class Findable:
 
     def lost(self) -> list[int]:
         """Free blocks that vLLM keeps as if somebody could find them."""
-        entries = self.host.known.index.entries
+        entries = self.host.known.index.segments.blocks.entries
         held = np.flatnonzero(entries._held)
         named = set(entries.page[held[entries.live(held)]].tolist())
         pool = self.host.manager.block_pool.blocks

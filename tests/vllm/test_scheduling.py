@@ -290,4 +290,4 @@ def test_reset_forgets_everything(host: Host, plain: HostProcess):
     assert (answer.cached, answer.report["reason"]) == (0, "no_known_text")
     assert [answer.tokens] == plain.tokens(prompt)
     assert host.ask(Ask(words(3, 3) + document, EVERYTHING))[0].grafted >= 256  # of what was read since
-    assert np.all(host.known.index._entries.page >= 0)
+    assert np.all(host.known.index.segments.blocks._entries.page >= 0)

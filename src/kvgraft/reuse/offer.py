@@ -41,8 +41,8 @@ class Offer:
             self.source = next(_numbers)
 
     def restart(self) -> None:
-        """Its blocks have been given back, and it will have others."""
-        self.num_registered, self.last_entry, self.num_stored = 0, -1, 0
+        """Its blocks have been given back, and it will have others; what was stored stays stored."""
+        self.num_registered, self.last_entry = 0, -1
         self.approximate_pages.clear()
 
     def exact_blocks(self, num_blocks: int, block_size: int, hits: np.ndarray | None = None) -> np.ndarray:

@@ -98,13 +98,11 @@ class Report(PrefillReport):
 
     Attributes:
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
-        reason: why nothing was grafted, or None.
         registered_blocks: blocks that later requests can graft from.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
-    reason: str | None = None
     registered_blocks: int = 0
     kept_tokens: int | None = None
 

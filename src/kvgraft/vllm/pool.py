@@ -11,11 +11,13 @@ class SharedPool:
     """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
 
     Attributes:
+        block_size: tokens of a page.
         hit_counts: int64 [pages], how often each page was a graft source or an exact hit.
     """
 
-    def __init__(self, blocks: Any) -> None:
+    def __init__(self, blocks: Any, block_size: int) -> None:
         self._pool = blocks  # vllm.v1.core.block_pool.BlockPool
+        self.block_size = block_size
         self.hit_counts = np.zeros(blocks.num_gpu_blocks, np.int64)
 
     @property
@@ -77,14 +79,22 @@ class SharedPool:
         """Give pages back; the last of a text is reclaimed first."""
         self._pool.free_blocks([self._pool.blocks[page] for page in reversed(pages)])
 
-    def versions(self, pages: Iterable[int]) -> np.ndarray:
+    def keep(self, pages: Sequence[int]) -> None:
+        """Nothing to do: vLLM keeps what it knows by its hash until it is reclaimed."""
+
+    def num_hashed(self, pages: Sequence[int]) -> int:
+        """How many of these pages, from the first on, hold full blocks that vLLM knows by their hash."""
+        unknown = np.flatnonzero(self.versions_of(pages) == 0)
+        return int(unknown[0]) if unknown.size else len(pages)
+
+    def versions_of(self, pages: Iterable[int]) -> np.ndarray:
         """int64 [n]; 0 for a page that holds no full block that vLLM knows by its hash."""
         blocks = self._pool.blocks
         return np.array([_version(blocks[page].block_hash) for page in pages], np.int64)
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
         """bool [n]: whether each page still holds what it held under that version."""
-        return (self.versions(pages.tolist()) == versions) & (versions != 0)
+        return (self.versions_of(pages.tolist()) == versions) & (versions != 0)
 
 
 def _version(block_hash: bytes | None) -> int:

@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecoveryResult:
     """What became of a job. `failure` is the reason why its prompt must be computed in full, or None."""
 
     failure: str | None = None
@@ -56,7 +56,7 @@ class Batch:
     def __init__(self, host: ModelHost, library: Library, jobs: list[Job]) -> None:
         self.jobs = jobs
         self._library = library
-        self.outcomes: dict[str, Outcome] | None = None
+        self.outcomes: dict[str, RecoveryResult] | None = None
         self._host = host
         self._budget = 0
         self._task = greenlet(self._run)
@@ -87,7 +87,7 @@ class Batch:
         else:
             self._recover()
 
-    def _keep(self, policy: KeepsDocuments, job: Job) -> Outcome:
+    def _keep(self, policy: KeepsDocuments, job: Job) -> RecoveryResult:
         """One prompt of which a part is kept."""
         slots = slots_of(job.blocks.tolist(), job.plan.block_size).to(self._host.device)
         layers = VllmLayers(self._host, slots, self._spend)
@@ -99,9 +99,9 @@ class Batch:
             layers.close_up(room, job.plan.num_tokens - room)
         except Exception:
             logger.exception("keeping documents failed: the prompt is computed in full")
-            return Outcome("error")
+            return RecoveryResult("error")
         share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
-        return Outcome(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, ctx.times.seconds)
+        return RecoveryResult(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, ctx.times.seconds)
 
     def _recover(self) -> None:
         """Jobs whose grafts are in the pool."""
@@ -113,18 +113,18 @@ class Batch:
             finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
         except Exception:
             logger.exception("recovery of %d prompts failed: they are computed in full", len(self.jobs))
-            self.outcomes = {job.request_id: Outcome("error") for job in self.jobs}
+            self.outcomes = {job.request_id: RecoveryResult("error") for job in self.jobs}
             return
         self.outcomes = {
             job.request_id: self._outcome(ctx, hidden, number, ok)
             for number, (job, ok) in enumerate(zip(self.jobs, finite, strict=True))
         }
 
-    def _outcome(self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool) -> Outcome:
+    def _outcome(self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool) -> RecoveryResult:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
-        return Outcome(None if finite else "non_finite", share, recomputed, stages=ctx.seconds_of(number))
+        return RecoveryResult(None if finite else "non_finite", share, recomputed, stages=ctx.seconds_of(number))
 
 
 class RecoveryQueue:
@@ -160,14 +160,14 @@ class RecoveryQueue:
         self._cancelled |= request_ids & {job.request_id for batch in self._batches for job in batch.jobs}
 
     @torch.inference_mode()
-    def advance(self, budget: int) -> dict[str, Outcome]:
+    def advance(self, budget: int) -> dict[str, RecoveryResult]:
         """Spend budget (token-layers), oldest batch first; returns the outcomes of what has ended."""
-        ended: dict[str, Outcome] = {}
+        ended: dict[str, RecoveryResult] = {}
         while self._batches and budget > 0:
             batch = self._batches[0]
             if all(job.request_id in self._cancelled for job in batch.jobs):
                 batch.drop()
-                batch.outcomes = {job.request_id: Outcome("aborted") for job in batch.jobs}
+                batch.outcomes = {job.request_id: RecoveryResult("aborted") for job in batch.jobs}
             else:
                 budget = batch.advance(budget)
             if batch.outcomes is not None:
@@ -177,7 +177,7 @@ class RecoveryQueue:
         self._cancelled -= ended.keys()
         return ended
 
-    def _clear_failed(self, jobs: list[Job], outcomes: dict[str, Outcome]) -> None:
+    def _clear_failed(self, jobs: list[Job], outcomes: dict[str, RecoveryResult]) -> None:
         """Leave nothing behind that could spoil what is computed into these blocks next."""
         for job in jobs:
             if outcomes[job.request_id].failure is not None:

@@ -20,7 +20,7 @@ class Metric:
 
 METRICS = {
     "kvgraft:requests_total": Metric(
-        Counter, "Admitted requests by outcome: grafted, prefix_only, miss, off.", "outcome"
+        Counter, "Admitted requests by outcome: grafted, prefix_only, miss, off, fallback.", "outcome"
     ),
     "kvgraft:tokens_total": Metric(Counter, "Prompt tokens by kind: prefix, grafted, recomputed, fresh.", "kind"),
     "kvgraft:misses_total": Metric(Counter, "Requests that grafted nothing, by reason.", "reason"),

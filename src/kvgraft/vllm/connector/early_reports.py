@@ -32,7 +32,7 @@ class EarlyReports:
                 continue
             if not state.whole:
                 self._known.offer(state, blocks_of(state.id), request.num_prompt_tokens)
-            state.report.registered_blocks = state.num_sources
+            state.report.registered_blocks = state.offer.num_entries
             send_ahead(request, state.report.as_params())
 
     def end_of_step(self) -> None:

@@ -20,7 +20,7 @@ class Hiding:
 
     def first_block(self, state: RequestState) -> int:
         """The first hidden block of a request."""
-        return state.first_approximate // self._block_size
+        return state.offer.first_approximate // self._block_size
 
     def hide(self, state: RequestState, first_token: int) -> None:
         """Hide the block of this token and what follows; hashes of generated blocks chain from there. A request that
@@ -29,7 +29,7 @@ class Hiding:
         self._pool.forget_hashes(hashes[max(first, self.first_block(state)) :])
         hidden, before = state.hashes or (len(hashes), [])
         state.hashes = (min(first, hidden), [*hashes[first:hidden], *before])
-        state.first_approximate = min(state.first_approximate, first_token)
+        state.offer.first_approximate = min(state.offer.first_approximate, first_token)
         nonce = os.urandom(32)
         for block in range(first, len(hashes)):
             hashes[block] = nonce_hash(nonce, block)
@@ -42,7 +42,7 @@ class Hiding:
             del state.request.block_hashes[first:]
             state.request.block_hashes.extend(hashes)
             state.request.update_block_hashes()
-        state.hashes, state.first_approximate = None, state.num_exact
+        state.hashes, state.offer.first_approximate = None, state.num_exact
 
     def give_up(self, state: RequestState) -> None:
         """Let go of what a request has hidden, before it gives its blocks back: vLLM would take them for its most
@@ -50,4 +50,4 @@ class Hiding:
         hidden = state.request.block_hashes[self.first_block(state) :]
         if hidden:
             own = set(self._manager.get_block_ids(state.id)[0])
-            self._pool.forget_hashes(hidden, own, state.named_approximate)
+            self._pool.forget_hashes(hidden, own, state.offer.approximate_pages)

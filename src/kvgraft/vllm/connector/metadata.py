@@ -7,7 +7,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvgraft.segments.store import Chunk, Record
-from kvgraft.vllm.recovery import Job, Outcome
+from kvgraft.vllm.recovery import Job, RecoveryResult
 
 CHUNK_BLOCKS = 8  # of vLLM's size: what is stored as a unit
 
@@ -83,7 +83,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the store did; and,
     if that has changed, bytes and number of the documents in host memory."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
     store: StoreReport | None = None
     documents: tuple[int, int] | None = None
 

@@ -1,4 +1,4 @@
-"""What has been read and can be grafted: virtual blocks, frozen blocks, pins, all in vLLM's own block pool."""
+"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is frozen, what is offered."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.matches import Lineage, Match
-from kvgraft.segments.similar import SimilarIndex
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
-from kvgraft.vllm.options import Control, RequestOptions
+from kvgraft.vllm.options import Control
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import Settings
 
@@ -34,14 +32,16 @@ class Planner:
         frozen_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:
-        self.pool = SharedPool(kv_cache_manager.block_pool)
-        self.index = VirtualBlockIndex(block_size, self.pool.is_live)
-        self.cuts = similarity, anchors = settings.similarity, list(anchors)
-        self.similar = SimilarIndex(self.index, similarity, anchors) if similarity else None
+        self.pool = SharedPool(kv_cache_manager.block_pool, block_size)
+        self.index = ReuseIndex(
+            self.pool,
+            approximate_sources=settings.approximate_sources,
+            require_clean_context=settings.require_clean_context,
+            similarity=settings.similarity,
+            anchors=anchors,
+        )
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
-        self.approximate_sources = settings.approximate_sources
-        self.require_clean_context = settings.require_clean_context
         self._shortest, self._least_share = settings.min_graft_tokens, settings.min_graft_share
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
@@ -60,7 +60,8 @@ class Planner:
     def documents(self, state: RequestState) -> tuple[range, ...]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
-        matches = self.match(state, tokens)
+        free = np.ones(len(tokens), bool)
+        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
         spans = (range(match.start, match.start + match.length) for match in matches)
         return tuple(span for span in spans if len(span) >= self._shortest)
 
@@ -74,24 +75,21 @@ class Planner:
         self.pool.acquire(candidate.sources)
 
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Name the full blocks of the first num_tokens tokens that were not named before.
+        """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
 
-        Blocks that hold or follow grafts are named only with `approximate_sources`.
+        Blocks that hold or follow grafts are registered only with `approximate_sources`.
         """
-        first, stop = state.num_offered, min(num_tokens // self.block_size, len(blocks))
-        if not self.approximate_sources:
-            stop = min(stop, state.first_approximate // self.block_size)
-        if stop <= first:
-            return
-        versions = self.pool.versions(blocks[first:stop])
-        if not versions.all():  # from here on vLLM does not know the content (yet)
-            stop = first + int(np.flatnonzero(versions == 0)[0])
-            versions = versions[: stop - first]
-        tokens = np.array(state.request.all_token_ids[first * self.block_size : stop * self.block_size], np.int64)
-        exact = min(max(state.first_approximate // self.block_size - first, 0), stop - first)
-        for lineage, part in ((Lineage.EXACT, slice(0, exact)), (Lineage.APPROXIMATE, slice(exact, stop - first))):
-            self._name(state, blocks[first:stop][part], versions[part], tokens, first, part, lineage)
-        state.num_offered = max(stop, first)
+        offer, size = state.offer, self.block_size
+        first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
+        if not self.index.approximate_sources:
+            stop = min(stop, offer.first_approximate // size)
+        stop = first + self.pool.num_hashed(blocks[first:stop])
+        if stop > first:
+            tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
+            unlimited = isinstance(state.options, Control)
+            self.index.offer(
+                offer, tokens, np.array(blocks[:stop]), offer.exact_blocks(stop, size), unlimited=unlimited
+            )
 
     def apply(self, state: RequestState, blocks: list[int]) -> dict[str, Any]:
         """Carry out a control request that has finished; returns the namespace's segments or the error."""
@@ -123,31 +121,6 @@ class Planner:
             self.frozen.delete(entry.name, entry.namespace)
         return True
 
-    def matches_similar(self, state: RequestState) -> bool:
-        """Whether near-duplicates are grafted into a request, too."""
-        return isinstance(state.options, RequestOptions) and state.options.match_similar
-
-    def name(self, tokens: np.ndarray, pages: list[int], source: int, source_start: int, scope: bytes) -> list[bool]:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages. False
-        for those that are known often enough without them."""
-        versions = self.pool.versions(pages)
-        at = (np.array(pages), versions)
-        ids = self.index.insert(tokens, *at, source=source, source_start=source_start, scope=scope)
-        if self.similar is not None:
-            self.similar.insert(ids, scope)
-        return [entry >= 0 for entry in ids.tolist()]
-
-    def match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray | None = None) -> list[Match]:
-        """What of a request's tokens int64 [T] is in vLLM's blocks and can be grafted where `free` bool [T] is set."""
-        index = self.similar if self.matches_similar(state) and self.similar is not None else self.index
-        return index.match(
-            tokens,
-            state.scope,
-            free=free,
-            allow_approximate=self.approximate_sources,
-            require_clean_context=self.require_clean_context,
-        )
-
     def _find(self, state: RequestState, num_prefix: int) -> Candidate | None:
         """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
 
@@ -163,43 +136,12 @@ class Planner:
             return kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self.match(state, tokens, free)
+        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
         if not plan.graft_targets.numel():
             return None
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
-        return Candidate(plan, num_prefix, sources, self.pool.versions(sources))
-
-    def _name(
-        self,
-        state: RequestState,
-        pages: list[int],
-        versions: np.ndarray,
-        tokens: np.ndarray,
-        first: int,
-        part: slice,
-        lineage: Lineage,
-    ) -> None:
-        if not pages:
-            return
-        size = self.block_size
-        ids = self.index.insert(
-            tokens[part.start * size : part.stop * size],
-            np.array(pages),
-            versions,
-            source=state.source,
-            source_start=(first + part.start) * size,
-            scope=state.scope,
-            lineage=lineage,
-            after=state.last_entry,
-            unlimited=isinstance(state.options, Control),
-        )
-        if self.similar is not None:
-            self.similar.insert(ids, state.scope)
-        if lineage is Lineage.APPROXIMATE:
-            state.named_approximate |= {page for page, entry in zip(pages, ids.tolist(), strict=True) if entry >= 0}
-        state.last_entry = int(ids[-1])
-        state.num_sources += int((ids >= 0).sum())
+        return Candidate(plan, num_prefix, sources, self.pool.versions_of(sources))
 
     def _is_live(self, candidate: Candidate) -> bool:
         return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())

@@ -3,16 +3,16 @@
 import logging
 from collections.abc import Mapping
 
+from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.recovery import Outcome
+from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
 MAX_SPANS = 64  # of a report
 KINDS = ("prefix", "grafted", "fresh")
-FALLBACKS = ("pool_pressure", "non_finite", "error")  # reasons why grafts that were found were given up
 
 
 class Reporting:
@@ -30,18 +30,19 @@ class Reporting:
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         spans = _spans(candidate, num_prompt, num_prefix)
         report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
-        report.prompt_tokens, report.reason = num_prompt, state.reason
+        report.prompt_tokens = num_prompt
         report.prefix_tokens, report.grafted_tokens, report.fresh_tokens = (
             sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
         )
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
+        report.conclude(state.reason)
         if candidate is None:
             report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
         if not state.is_counted and isinstance(options, RequestOptions):  # others are our own operations
-            self._count(state, candidate is not None)
+            self._count(state)
         state.is_counted = True
 
-    def recovered(self, state: RequestState, candidate: Candidate | None, outcome: Outcome) -> None:
+    def recovered(self, state: RequestState, candidate: Candidate | None, outcome: RecoveryResult) -> None:
         """A graft has succeeded."""
         self.admitted(state, candidate)
         report = state.report
@@ -85,17 +86,14 @@ class Reporting:
             ("kvgraft:document_bytes", ""): num_bytes,
         }
 
-    def _count(self, state: RequestState, grafted: bool) -> None:
-        report, reason = state.report, state.reason or "unknown"
-        if not grafted:
-            if reason in FALLBACKS:
-                logger.warning("request %s is computed in full: %s", state.id, reason)
-                self._stats.add("kvgraft:fallbacks_total", reason)
-            else:
-                self._stats.add("kvgraft:misses_total", reason)
-        off = state.refusal is not None and reason not in FALLBACKS
-        outcome = "grafted" if grafted else "off" if off else "prefix_only" if report.prefix_tokens else "miss"
-        self._stats.add("kvgraft:requests_total", outcome)
+    def _count(self, state: RequestState) -> None:
+        report = state.report
+        if report.outcome == Outcome.FALLBACK:
+            logger.warning("request %s is computed in full: %s", state.id, report.reason)
+            self._stats.add("kvgraft:fallbacks_total", report.reason or "unknown")
+        elif report.outcome != Outcome.GRAFTED:
+            self._stats.add("kvgraft:misses_total", report.reason or "unknown")
+        self._stats.add("kvgraft:requests_total", report.outcome)
         for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
 

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.vllm.options import Control, Report, RequestOptions
-
-NEVER = 1 << 62  # a position behind every token
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +37,7 @@ class RequestState:
         request: vLLM's own object.
         whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
         options: what it asked for; a `Control` is an operation on the frozen pool.
-        scope: root of all keys of its content.
-        source: identity of its content in the index.
+        offer: what it leaves behind for others.
         refusal: why it must not graft, or None.
         reason: why nothing was grafted so far.
         candidate: the plan that was made while it waits.
@@ -47,20 +45,14 @@ class RequestState:
         pinned: source pages held until its recovery has ended.
         hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
         num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
-        first_approximate: first token whose KV is not exact.
         recovery: the admitted plan while the workers are at it.
         is_counted: whether the metrics have counted it.
-        num_offered, last_entry: blocks named in the index so far, and the entry of the last one.
-        named_approximate: its pages that hold or follow grafts, and can be grafted from.
-        num_stored: leading blocks that the stores were offered.
         load: number of the load that it waits or has waited for, or None before it has asked.
-        num_sources: entries that this request added.
     """
 
     request: Any
     options: RequestOptions | Control
-    scope: bytes
-    source: int
+    offer: Offer
     refusal: str | None = None
     reason: str | None = None
     candidate: Candidate | None = None
@@ -72,12 +64,6 @@ class RequestState:
     finished: bool = False
     admitted: bool = False
     num_exact: int = NEVER
-    first_approximate: int = NEVER
-    num_offered: int = 0
-    last_entry: int = -1
-    num_sources: int = 0
-    named_approximate: set[int] = field(default_factory=set)
-    num_stored: int = 0
     load: int | None = None
     whole: tuple[int, ...] = ()
     documents: tuple[range, ...] = ()
@@ -97,6 +83,11 @@ class RequestState:
     def token_ids(self) -> list[int]:
         """Its tokens, as the client sent them, with those generated so far."""
         return [*self.whole, *self.request.output_token_ids] if self.whole else list(self.request.all_token_ids)
+
+    @property
+    def matches_similar(self) -> bool:
+        """Whether near-duplicates are grafted, too."""
+        return isinstance(self.options, RequestOptions) and self.options.match_similar
 
     @property
     def recovering(self) -> bool:

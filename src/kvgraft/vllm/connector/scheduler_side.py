@@ -1,6 +1,5 @@
 """What runs beside vLLM's scheduler: finds known text, plans, guards exactness, and hands out the work."""
 
-import itertools
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
@@ -26,10 +26,10 @@ from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.reporting import Reporting
-from kvgraft.vllm.connector.request_state import NEVER, Candidate, RequestState
+from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, Control, RequestOptions
-from kvgraft.vllm.recovery import Job, Outcome
+from kvgraft.vllm.recovery import Job, RecoveryResult
 from kvgraft.vllm.settings import Settings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
@@ -61,7 +61,6 @@ class SchedulerSide:
         self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
-        self._sources = itertools.count()
         self.reporting = Reporting()
         residual_layers = self.settings.kept_residual_layers(self._num_layers)
         self._eligibility = ReuseEligibility(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
@@ -88,7 +87,7 @@ class SchedulerSide:
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
             for state in self._requests.values():
-                state.num_stored = NEVER
+                state.offer.num_stored = NEVER
         return True
 
     def _first_hidden(self, request: Any) -> int:
@@ -103,10 +102,10 @@ class SchedulerSide:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
         scope = scope_digest(self._model, request.cache_salt or "")
         options, refusal = self._eligibility.of(request)
-        state = RequestState(request, options, scope, next(self._sources), refusal)
+        state = RequestState(request, options, Offer(scope), refusal)
         self._requests[request.request_id] = state
         if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
-            state.num_exact = state.first_approximate = request.num_prompt_tokens
+            state.num_exact = state.offer.first_approximate = request.num_prompt_tokens
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
             self._condense(state, options.policy)
@@ -149,7 +148,8 @@ class SchedulerSide:
         """The request has its whole prompt again and is computed in full."""
         self._hiding.give_up(state)
         set_prompt(state.request, list(state.whole))
-        state.whole, state.documents, state.hashes, state.first_approximate = (), (), None, state.num_exact
+        state.whole, state.documents, state.hashes = (), (), None
+        state.offer.first_approximate = state.num_exact
         state.refusal = reason
 
     def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
@@ -166,8 +166,7 @@ class SchedulerSide:
             self.reporting.admitted(state, None)
             self._early_reports.add(state)
         state.admitted, state.candidate = True, None
-        state.num_offered, state.last_entry = 0, -1
-        state.named_approximate.clear()
+        state.offer.restart()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
@@ -197,7 +196,7 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
             if state is not None and state.recovering:
-                self._end_recovery(state, outcomes.get(request_id, Outcome("error")))
+                self._end_recovery(state, outcomes.get(request_id, RecoveryResult("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
@@ -213,7 +212,7 @@ class SchedulerSide:
         self._hiding.give_up(state)
         if isinstance(state.options, Control):
             return {KEY: self.known.apply(state, blocks)} if request.num_output_tokens else None
-        state.report.registered_blocks = state.num_sources
+        state.report.registered_blocks = state.offer.num_entries
         return state.report.as_params()
 
     def take_stats(self) -> Stats | None:
@@ -266,10 +265,10 @@ class SchedulerSide:
             self._hiding.hide(state, candidate.first_graft)
         tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
-        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.scope)
+        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
         self._jobs.append(job)
 
-    def _end_recovery(self, state: RequestState, outcome: Outcome) -> None:
+    def _end_recovery(self, state: RequestState, outcome: RecoveryResult) -> None:
         self.known.pool.release(state.pinned)
         candidate, state.pinned, state.recovery = state.recovery, [], None
         if state.finished:
@@ -296,7 +295,7 @@ class SchedulerSide:
         for state in self._requests.values():
             if state.admitted and not (state.recovering or state.finished or state.whole):
                 num_tokens = min(state.request.num_computed_tokens, state.request.num_prompt_tokens)
-                if num_tokens // self._block_size > state.num_offered:
+                if num_tokens // self._block_size > state.offer.num_registered:
                     self._offer(state, self._manager.get_block_ids(state.id)[0], num_tokens)
 
     def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.store import Chunk, Record, Register, consecutive
+from kvgraft.segments.store import Record, Register
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.planner import Planner
@@ -24,7 +25,7 @@ class StoreScheduler:
 
     def __init__(self, known: Planner, num_ranks: int) -> None:
         self.known = known
-        self._register = Register(known.block_size, CHUNK_BLOCKS, *known.cuts)
+        self._register = Register(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
         self._num_ranks = num_ranks
         self._num_ready = 0  # ranks that have said what their stores hold
@@ -40,23 +41,18 @@ class StoreScheduler:
 
     def keep(self, state: RequestState, blocks: Sequence[int], *, ended: bool) -> None:
         """Have the exact blocks of a request stored, as far as they are named: by chunks, the rest when it ends."""
-        size, first = self.known.block_size, state.num_stored
-        stop = min(state.num_offered, state.first_approximate // size)
+        size, offer = self.known.block_size, state.offer
+        stop = min(offer.num_registered, offer.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
-        if stop <= first:
+        if stop <= offer.num_stored:
             return
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
-        chains = chain_hashes(tokens, size, state.scope)
-        for begin in range(first, stop, CHUNK_BLOCKS):
-            where = slice(begin, min(begin + CHUNK_BLOCKS, stop))
-            part = tokens[where.start * size : where.stop * size]
-            source = self._first_source + state.source
-            chunk = Chunk(state.scope, "", tuple(chains[where]), part, source, begin * size)
+        is_exact = offer.exact_blocks(stop, size)
+        for chunk, where in offer.chunks(tokens, is_exact, "", self._first_source, CHUNK_BLOCKS):
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
                 self.known.pool.acquire(self._keeping[chunk.key])
                 self._orders.keeps.append(Keep(chunk, np.array(blocks[where])))
-        state.num_stored = stop
 
     def is_coming(self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool) -> bool:
         """Whether a prompt should wait for blocks that are being brought back; asks once, for as many as fit."""
@@ -65,7 +61,7 @@ class StoreScheduler:
         if self._num_ready < self._num_ranks:
             return True
         wanted, hashes = self._wanted(state, num_prefix, grafts)
-        found = [(number, self._register.find(number, state.scope)) for number in wanted[: max(num_spare, 0)]]
+        found = [(number, self._register.find(number, state.offer.scope)) for number in wanted[: max(num_spare, 0)]]
         coming = [_Coming(held[0], held[1], hashes.get(number)) for number, held in found if held is not None]
         state.load = self._num_loads = self._num_loads + 1
         if coming:
@@ -98,7 +94,7 @@ class StoreScheduler:
 
     def forget(self) -> None:
         """Nothing that is stored now is found any more by this server."""
-        self._register = Register(self.known.block_size, CHUNK_BLOCKS, *self.known.cuts)
+        self._register = Register(self.known.block_size, CHUNK_BLOCKS, *self.known.index.cuts)
 
     @property
     def num_held(self) -> int:
@@ -116,44 +112,36 @@ class StoreScheduler:
 
     def _wanted(self, state: RequestState, num_prefix: int, grafts: bool) -> tuple[list[int], dict[int, bytes]]:
         """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for them; then others."""
-        size, tokens = self.known.block_size, np.array(state.token_ids, np.int64)
-        free = np.ones(len(tokens), bool)
-        free[:num_prefix] = False
-        first, hashes = num_prefix // size, {}
-        chains = chain_hashes(tokens[:-1], size, state.scope)[first:]
-        for block, number in enumerate(self._register.prefix(chains, state.scope), first):
-            if number < 0 or block >= len(state.request.block_hashes):
-                break
-            hashes[number] = state.request.block_hashes[block]
-            free[block * size : (block + 1) * size] = False
+        size, scope, tokens = self.known.block_size, state.offer.scope, np.array(state.token_ids, np.int64)
+        chains = chain_hashes(tokens[:-1], size, scope)[: len(state.request.block_hashes)]
+        exact = wanted_exact(self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True)
+        hashes = {number: state.request.block_hashes[block] for number, block in exact.items()}
         if not grafts:
             return list(hashes), hashes
-        for match in self.known.match(state, tokens, free):
+        free = np.ones(len(tokens), bool)
+        free[: max((block + 1) * size for block in exact.values()) if exact else num_prefix] = False
+        index, similar = self.known.index, state.matches_similar
+        for match in index.match(tokens, scope, free=free, similar=similar):
             free[match.start : match.start + match.length] = False
-        similar, clean = self.known.matches_similar(state), self.known.require_clean_context
-        matches = self._register.match(tokens, state.scope, free=free, require_clean_context=clean, similar=similar)
-        grafted = [page for match in sorted(matches, key=lambda m: -m.length) for page in match.pages.tolist()]
+        grafted = wanted_grafts(self._register, index, tokens, scope, free, similar=similar)
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
         """Name what has come back; forget chunks that could not be read."""
-        nonce, size = os.urandom(32), self.known.block_size
+        nonce, pool = os.urandom(32), self.known.pool
         here: list[tuple[_Coming, int]] = []
         for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
             if ok:
-                self.known.pool.name(page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash)
+                pool.name(page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash)
                 here.append((block, page))
             else:
                 self._register.remove(block.record.key)
-        here.sort(key=lambda pair: pair[0].start)
-        for run in consecutive([block.start for block, _ in here], size):
-            tokens = np.concatenate([block.tokens for block, _ in here[run]])
-            first, pages = here[run.start][0], [page for _, page in here[run]]
-            source, start = first.start
-            named = self.known.name(tokens, pages, source, start, first.record.chunk.scope)
-            pairs = zip(here[run], named, strict=True)
-            self.known.pool.forget([page for (block, page), found in pairs if block.block_hash is None and not found])
-        self.known.pool.release(load.blocks)
+        if here:
+            blocks, pages = zip(*here, strict=True)
+            registered = register_restored(self.known.index, blocks, pages, blocks[0].record.chunk.scope)
+            found = zip(here, registered, strict=True)
+            pool.forget([page for (block, page), known in found if block.block_hash is None and not known])
+        pool.release(load.blocks)
 
 
 @dataclass(frozen=True)
@@ -165,10 +153,14 @@ class _Coming:
     block_hash: bytes | None
 
     @property
-    def start(self) -> tuple[int, int]:
-        """Its source, and the position of its first token there."""
-        chunk = self.record.chunk
-        return chunk.source, chunk.source_start + self.place * chunk.block_size
+    def source(self) -> int:
+        """Where it stood."""
+        return self.record.chunk.source
+
+    @property
+    def source_start(self) -> int:
+        """Position of its first token there."""
+        return self.record.chunk.source_start + self.place * self.record.chunk.block_size
 
     @property
     def tokens(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
-from kvgraft.vllm.recovery import Outcome, RecoveryQueue
+from kvgraft.vllm.recovery import RecoveryQueue, RecoveryResult
 from kvgraft.vllm.settings import Settings
 
 
@@ -22,8 +22,8 @@ class WorkerSide:
         self._config = config
         self._queue: RecoveryQueue | None = None
         self._store: StoreWorker | None = None
-        self._ended: dict[str, Outcome] = {}
-        self._reported: dict[str, Outcome] = {}
+        self._ended: dict[str, RecoveryResult] = {}
+        self._reported: dict[str, RecoveryResult] = {}
         self._told = (0, 0)  # of documents: bytes, how many
 
     def attach(self, runner: Any) -> None:

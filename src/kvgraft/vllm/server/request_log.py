@@ -19,7 +19,7 @@ class Entry:
 
     Attributes:
         ended_at: Unix time in seconds.
-        outcome: grafted, prefix_only or miss; aborted if the client left or the engine failed.
+        outcome: as in the report (`Outcome`); aborted if the client left or the engine failed.
         ttft_s: seconds from the arrival at the engine client to the first token, if there was one.
         tokens: of the prompt, by kind; `recomputed` are among `grafted`.
         spans: [start, stop, kind] of the prompt.
@@ -49,7 +49,7 @@ class Entry:
             time.time(),
             tenant.label,
             route,
-            _outcome(report),
+            report.outcome,
             report.policy,
             report.prompt_tokens,
             metrics.num_generation_tokens if metrics else 0,
@@ -95,15 +95,11 @@ class RequestLog:
         self._sums.setdefault(label, Counter())
 
 
-def _outcome(report: Report) -> str:
-    if report.grafted_tokens:
-        return "grafted"
-    return "prefix_only" if report.prefix_tokens else "miss"
-
-
 def _bare_report(output: Any) -> Report:
     """What vLLM itself knows of a request about which the engine reported nothing, as when it failed."""
     total, prefix = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     spans: list[list[int | str]] = [[0, prefix, "prefix"]] if prefix else []
     spans.append([prefix, total, "fresh"])
-    return Report(prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans)
+    report = Report(prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans)
+    report.conclude(None)
+    return report
