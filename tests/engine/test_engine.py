@@ -169,7 +169,8 @@ def test_parts_and_text_give_the_same_answer(engine: Engine):
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16, float16"),
-        ({"block_size": 0}, "block_size 0"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens must be an integer of at least 1, got 0"),
         ({"max_length": 10_000}, "max_length 10000 is not in 2..512"),
         ({"policy": "magic"}, "unknown policy"),
         ({"device": "tpu"}, "device 'tpu' is not available: choose from cpu"),

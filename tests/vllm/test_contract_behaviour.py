@@ -417,7 +417,9 @@ def test_ranks_are_waited_for_and_a_failure_of_one_counts():
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**connector))
 
     ended = {"finished_recving": {"r"}}
-    first = aggregator.aggregate([rank(**ended, kv_connector_worker_meta=WorkerMetadata({"r": RecoveryResult()})), rank()])
+    first = aggregator.aggregate(
+        [rank(**ended, kv_connector_worker_meta=WorkerMetadata({"r": RecoveryResult()})), rank()]
+    )
     assert not first.kv_connector_output.finished_recving, "a prompt is whole when every rank has recovered its share"
     failed = WorkerMetadata({"r": RecoveryResult("non_finite")})
     both = aggregator.aggregate([rank(), rank(**ended, failed_recving={"r"}, kv_connector_worker_meta=failed)])

@@ -19,6 +19,14 @@ from kvgraft.kv.rope import rotate
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def load_decoder(model_dir: str | Path, dtype: str | None, device: str) -> "Decoder":
+    """As `Decoder.from_pretrained`, with a dtype by its name; ValueError also for what is no dtype or device here."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    check_device(device)
+    return Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
+
+
 def check_device(name: str) -> None:
     """Raise ValueError unless this machine has the torch device."""
     kind = name.partition(":")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvgraft.decode.flow import Flow
-from kvgraft.engine.decoder import DTYPES, Decoder, check_device
+from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.lookup import CacheLookup
@@ -24,7 +24,7 @@ from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
-from kvgraft.methods import require_amount
+from kvgraft.methods import require_amount, require_at_least
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
@@ -110,14 +110,11 @@ class Engine:
         stable_layers: Items[int] | None = None,
         poison_dropped_pages: bool = False,
     ) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        if block_size < 1 or max_prefill_tokens < 1:
-            raise ValueError(f"block_size {block_size} and max_prefill_tokens {max_prefill_tokens} must be positive")
+        require_at_least("block_size", block_size, 1)
+        require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
         require_amount("document_gib", document_gib)
-        check_device(device)
         self.policy = parse_policy(policy)
-        self.decoder = Decoder.from_pretrained(model_dir, DTYPES[dtype] if dtype else None, device)
+        self.decoder = load_decoder(model_dir, dtype, device)
         self.tokenizer = load_tokenizer(model_dir)
         config = self.config = self.decoder.config
         self.max_length = max_length or config.max_position
@@ -127,30 +124,15 @@ class Engine:
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
-        needed, similarity = needs(
-            (self.policy, *map(parse_policy, policies)), residual_layers, match, config.num_layers
-        )
+        served = self.policy, *map(parse_policy, policies)
+        needed, similarity = needs(served, residual_layers, match, config.num_layers)
         pool, cache = make_pool(
-            config,
-            layout,
-            self.decoder.dtype,
-            self.decoder.device,
-            block_size=block_size,
-            kv_gib=kv_gib,
-            num_pages=num_pages,
-            max_length=self.max_length,
-            residual_layers=needed,
-            poison=poison_dropped_pages,
+            self.decoder, layout, block_size, num_pages, kv_gib, self.max_length, needed, poison=poison_dropped_pages
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
-        self.index = ReuseIndex(
-            pool,
-            approximate_sources=approximate_sources,
-            require_clean_context=require_clean_context,
-            similarity=similarity,
-            anchors=anchor_ids(self.tokenizer, anchors or ANCHORS),
-        )
+        cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
+        self.index = ReuseIndex(pool, approximate_sources, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
         self.store = None if tier is None else tier.store
         self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index), chunk, tier)

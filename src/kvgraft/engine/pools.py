@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvgraft.engine.config import ModelConfig
+from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap, StreamLayout
@@ -32,16 +33,14 @@ def lay_out(
 
 
 def make_pool(
-    config: ModelConfig,
+    decoder: Decoder,
     layout: StreamLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
     block_size: int,
-    kv_gib: float,
     num_pages: int | None,
+    kv_gib: float,
     max_length: int,
     residual_layers: Iterable[int],
+    *,
     poison: bool,
 ) -> tuple[PagePool, KVCache]:
     """A pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
@@ -50,8 +49,9 @@ def make_pool(
         residual_layers: layers of which the residual stream that enters them is kept beside keys and values.
 
     Raises:
-        ValueError: an exit is no layer of the model.
+        ValueError: one of them is no layer of the model.
     """
+    config, dtype, device = decoder.config, decoder.dtype, decoder.device
     residual_layers, latent = sorted(set(residual_layers)), config.latent is not None
     if residual_layers and not 0 <= residual_layers[0] <= residual_layers[-1] < config.num_layers:
         raise ValueError(f"residual_layers {residual_layers}: layers of this model are 0 to {config.num_layers - 1}")
@@ -72,7 +72,7 @@ def make_pool(
 def needs(
     policies: Sequence[Policy], residual_layers: Sequence[int], match: str | Similarity | None, num_layers: int
 ) -> tuple[set[int], Similarity | None]:
-    """What is to be kept for these policies, beside what was asked for: exit layers, and what near-duplicates are."""
+    """What is to be kept for these policies, beside what was asked for: layers, and near-duplicates."""
     layers = set(residual_layers)
     layers.update(layer for policy in policies for layer in policy.residual_layers(num_layers))
     usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"

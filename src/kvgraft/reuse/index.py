@@ -23,7 +23,6 @@ class ReuseIndex:
     def __init__(
         self,
         pool: Pages,
-        *,
         approximate_sources: bool = False,
         require_clean_context: bool = False,
         similarity: Similarity | None = None,

@@ -1,11 +1,12 @@
 """Identical text and, if wanted, near-duplicates of it: one index of blocks, and one of segments beside it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.similar import SimilarIndex
 from kvgraft.segments.table import IsLive
@@ -35,43 +36,15 @@ class SegmentIndex:
         return self.blocks.nbytes() + (0 if self.similar is None else self.similar.nbytes())
 
     def insert(
-        self,
-        tokens: np.ndarray,
-        pages: np.ndarray,
-        versions: np.ndarray,
-        *,
-        source: int,
-        source_start: int,
-        scope: bytes,
-        lineage: Lineage = Lineage.EXACT,
-        after: int = -1,
-        unlimited: bool = False,
+        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, *, scope: bytes, **place: Any
     ) -> np.ndarray:
-        """Name consecutive blocks of one source, and know the segments in them; arguments and result are those of
-        `VirtualBlockIndex.insert`."""
-        at = {"source": source, "source_start": source_start, "scope": scope}
-        ids = self.blocks.insert(tokens, pages, versions, **at, lineage=lineage, after=after, unlimited=unlimited)  # type: ignore[arg-type]
+        """Name consecutive blocks of one source, and know the segments in them: `VirtualBlockIndex.insert`."""
+        ids = self.blocks.insert(tokens, pages, versions, scope=scope, **place)
         if self.similar is not None:
             self.similar.insert(ids, scope)
         return ids
 
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        free: np.ndarray | None = None,
-        similar: bool = False,
-        allow_approximate: bool = False,
-        require_clean_context: bool = False,
-    ) -> list[Match]:
-        """What of a prompt is known, with `similar` near-duplicates, too; arguments are those of
-        `VirtualBlockIndex.match`."""
+    def match(self, tokens: np.ndarray, scope: bytes, *, similar: bool = False, **wanted: Any) -> list[Match]:
+        """What of a prompt is known, with `similar` near-duplicates, too: `VirtualBlockIndex.match`."""
         index = self.similar if similar and self.similar is not None else self.blocks
-        return index.match(
-            tokens,
-            scope,
-            free=free,
-            allow_approximate=allow_approximate,
-            require_clean_context=require_clean_context,
-        )
+        return index.match(tokens, scope, **wanted)
