@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -218,6 +218,22 @@ class Lookup:
     found: float  # share of the prompts' tokens
 
 
+def _time_lookups(library: Library, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Milliseconds [n, 3] to propose, to match, to match identical text; segments of each prompt [n]; tokens found."""
+    works: tuple[Callable[..., object], ...] = (library.index.propose, library.index.match, library.blocks.match)
+    times, counts, found = np.empty((len(prompts), len(works))), np.empty(len(prompts)), 0
+    for work in works:
+        work(prompts[0], SCOPE)
+    for row, prompt in enumerate(prompts):
+        for column, work in enumerate(works):
+            begin = time.perf_counter()
+            work(prompt, SCOPE)
+            times[row, column] = 1e3 * (time.perf_counter() - begin)
+        counts[row] = len(library.index.segmenter.cut(prompt, SCOPE).starts)
+        found += sum(match.length for match in library.index.match(prompt, SCOPE))
+    return times, counts, found
+
+
 @app.command()
 def lookup(
     segments: Annotated[int, typer.Option(min=100, help="Stored segments, about.")] = 1_000_000,
@@ -244,17 +260,7 @@ def lookup(
         source, start = sources[int(rng.integers(len(sources)))], int(rng.integers(length - tokens // 2))
         copy = edit(source[start : start + tokens // 2], rate, "replace", number).tokens
         asked.append(np.concatenate((rng.integers(0, vocabulary, tokens - len(copy)).astype(np.int32), copy)))
-    works: tuple[Callable[..., object], ...] = (library.index.propose, library.index.match, library.blocks.match)
-    times, counts, found = np.empty((prompts, len(works))), np.empty(prompts), 0
-    for work in works:
-        work(asked[0], SCOPE)
-    for row, prompt in enumerate(asked):
-        for column, work in enumerate(works):
-            begin = time.perf_counter()
-            work(prompt, SCOPE)
-            times[row, column] = 1e3 * (time.perf_counter() - begin)
-        counts[row] = len(library.index.segmenter.cut(prompt, SCOPE).starts)
-        found += sum(match.length for match in library.index.match(prompt, SCOPE))
+    times, counts, found = _time_lookups(library, asked)
     result = Lookup(
         segments=len(library.index),
         inserted_per_s=len(library.index) / seconds,

@@ -68,3 +68,11 @@ def test_every_file_has_a_docstring_and_stays_short():
         text = path.read_text()
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
         assert text.count("\n") <= 400, f"{path} is too long: split it"
+
+
+def test_functions_stay_short():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 60, f"{path}: {node.name} has {lines} lines"

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -156,16 +156,11 @@ def profile_heads(
     else:
         chosen = heads.generated_samples(engine, seed=seed, count=samples, length=length)
     with progress_bar(progress_console, "profiling") as on_progress:
+        measure: Any = by
         found = heads.profile(
-            engine,
-            chosen,
-            sinks=sinks,
-            window=window,
-            share=share,
-            threshold=threshold,
-            by=by,  # type: ignore[arg-type]
+            engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold, by=measure,
             on_progress=on_progress,
-        )
+        )  # fmt: skip
     out = model / HEAD_MAP_FILE if out is None else out
     found.head_map.save(out)
     if plot is not None:

@@ -62,19 +62,15 @@ def _segpaged(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens it keeps."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(tiles + tile * 3).to(tl.int64)
-    first = tl.load(tiles + tile * 3 + 1)
-    count = tl.load(tiles + tile * 3 + 2)
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     page_list = tl.load(places + head)
     stream = tl.load(places + num_kv_heads + head).to(tl.int64)
     is_local = tl.load(places + 2 * num_kv_heads + head) != 0
     own_slots = slots + (context * num_lists + page_list) * num_tokens
 
-    row = tl.arange(0, TILE_ROWS)
-    dim = tl.arange(0, DIM)
+    row, dim = tl.arange(0, TILE_ROWS), tl.arange(0, DIM)
     own = (row // SIZE) < count
     place = first + row // SIZE  # of the query among all rows
     at = tl.load(positions + place, mask=own, other=-1)
