@@ -154,6 +154,7 @@ HANDED = {
     ("connector/wishes.py", "", "request"): REQUEST,
     ("connector/stored.py", "", "tracked.request"): REQUEST,
     ("connector/worker_side.py", "", "parallel"): PARALLEL,
+    ("connector/worker_side.py", "", "self._config.parallel_config"): PARALLEL,
     ("connector/scheduler_side.py", "", "tracked.request"): REQUEST,
     ("connector/scheduler_side.py", "", "other.request"): REQUEST,
     ("connector/scheduler_side.py", "", "request.prefill_stats"): PREFILL_STATS,

@@ -186,14 +186,16 @@ class SchedulerSide:
     def on_outcomes(self, output: KVConnectorOutput) -> None:
         """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
         reported = output.kv_connector_worker_meta
-        outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
-        if self.stored is not None and isinstance(reported, WorkerMetadata) and reported.store is not None:
-            self.stored.on_report(reported.store)
-            self.accounts.stored(reported.store.counts)
+        if not isinstance(reported, WorkerMetadata):
+            reported = WorkerMetadata()
+        if self.stored is not None:
+            for rank, report in reported.stores.items():
+                self.stored.on_report(rank, report)
+                self.accounts.stored(report.counts)
         for request_id in output.finished_recving or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.recovering:
-                self._end_recovery(tracked, outcomes.get(request_id, Outcome("error")))
+                self._end_recovery(tracked, reported.outcomes.get(request_id, Outcome("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""

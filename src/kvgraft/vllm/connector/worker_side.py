@@ -64,7 +64,8 @@ class WorkerSide:
         """How those of the last `take_results` went."""
         outcomes, self._reported = self._reported, {}
         store = self._store.take_report() if self._store is not None else None
-        return WorkerMetadata(outcomes, store) if outcomes or store else None
+        stores = {} if store is None else {self._config.parallel_config.rank: store}
+        return WorkerMetadata(outcomes, stores) if outcomes or stores else None
 
     def close(self) -> None:
         """Write what the store has not written yet."""
