@@ -103,6 +103,8 @@ class Report(PrefillReport):
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         reason: why nothing was grafted, or None.
         registered_blocks: blocks that later requests can graft from.
+        counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
+            them; empty if there were none.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
     """
 
@@ -110,6 +112,7 @@ class Report(PrefillReport):
     reason: str | None = None
     registered_blocks: int = 0
     kept_tokens: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""

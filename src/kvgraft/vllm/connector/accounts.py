@@ -35,6 +35,7 @@ class Accounts:
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         if candidate is None:
             report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
+            report.counts = {}
         if not tracked.accounted:
             self._count(tracked, candidate is not None)
         tracked.accounted = True
@@ -45,7 +46,9 @@ class Accounts:
         report = tracked.report
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
-        report.kept_tokens = outcome.kept_tokens
+        report.kept_tokens, report.counts = outcome.kept_tokens, outcome.counts
+        if outcome.counts.get("rejected_tokens"):
+            self._stats.add("kvgraft:fallbacks_total", "probe")
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)
