@@ -27,9 +27,25 @@ class Failing(Policy):
         raise RuntimeError("a policy's own bug")
 
 
+@dataclass(frozen=True)
+class Doubting(Policy):
+    """Trusts no segment of less than 200 tokens."""
+
+    name: ClassVar[str] = "doubting"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        ctx.graft(range(ctx.num_layers))
+        segments = ctx.plan.segments
+        short = segments[ctx.plan.grafted].bincount() < 200
+        doubted = ctx.plan.grafted & short[segments.clamp(0, len(short) - 1)]
+        ctx.reject(doubted)
+        return ctx.run(range(ctx.num_layers), ctx.embed(ctx.plan.fresh | doubted))
+
+
 @pytest.fixture(autouse=True)
-def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, Failing.name, Failing)
+    monkeypatch.setitem(POLICIES, Doubting.name, Doubting)
 
 
 def check_consistent(answer: Answer, prompt: list[int]) -> None:
@@ -154,6 +170,19 @@ def test_an_idle_engine_is_shown_as_idle(host: Host):
     shown = host.stats.data["kvgraft:pool_blocks"]
     assert shown == {"used": 0, "free": host.known.pool.num_free, "frozen": 0}
     assert host.count("index_entries") == len(host.known.index)
+
+
+def test_what_a_probe_rejects_is_reported_of_each_request_and_counted(host: Host):
+    """Of two that are recovered together."""
+    host.read(DOCUMENT, OPENING)
+    host.stats.reset()
+    mixed = words(20, 3) + DOCUMENT + words(50, 4) + OPENING + words(9, 5)
+    one, other = host.ask(Ask(mixed, {"policy": "doubting"}), Ask(words(30, 6) + DOCUMENT, {"policy": "doubting"}))
+    assert one.report["counts"] == {"rejected_tokens": one.report["recomputed_tokens"], "rejected_segments": 1}
+    assert len(OPENING) - BLOCK < one.report["recomputed_tokens"] <= len(OPENING)
+    assert (other.report["counts"], other.grafted) == ({}, 288)
+    assert host.stats.data["kvgraft:fallbacks_total"] == {"probe": 1}
+    assert host.stats.data["kvgraft:requests_total"] == {"grafted": 2}
 
 
 def test_metrics_do_not_count_grafts_that_were_given_up(host: Host):

@@ -99,12 +99,15 @@ class Report(PrefillReport):
     Attributes:
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         registered_blocks: blocks that later requests can graft from.
+        counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
+            them; empty if there were none.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
     registered_blocks: int = 0
     kept_tokens: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""

@@ -40,13 +40,15 @@ class Job:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None."""
+    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None; `counts` are of
+    what its policy did not trust."""
 
     failure: str | None = None
     computed_share: float = 0.0
     recomputed_tokens: int = 0
     kept_tokens: int | None = None
     stages: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Batch:
@@ -124,7 +126,17 @@ class Batch:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
-        return RecoveryResult(None if finite else "non_finite", share, recomputed, stages=ctx.seconds_of(number))
+        failure = None if finite else "non_finite"
+        stages, counts = ctx.seconds_of(number), _rejected(ctx, prompt)
+        return RecoveryResult(failure, share, recomputed, stages=stages, counts=counts)
+
+
+def _rejected(ctx: VllmPrefill, prompt: slice) -> dict[str, int]:
+    """What the policy would not trust of one prompt, if anything."""
+    where = ctx.rejected[prompt]
+    if not where.any():
+        return {}
+    return {"rejected_tokens": int(where.sum()), "rejected_segments": ctx.plan.segments[prompt][where].unique().numel()}
 
 
 class RecoveryQueue:

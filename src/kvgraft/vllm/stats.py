@@ -24,7 +24,9 @@ METRICS = {
     ),
     "kvgraft:tokens_total": Metric(Counter, "Prompt tokens by kind: prefix, grafted, recomputed, fresh.", "kind"),
     "kvgraft:misses_total": Metric(Counter, "Requests that grafted nothing, by reason.", "reason"),
-    "kvgraft:fallbacks_total": Metric(Counter, "Requests whose grafts were given up, by reason.", "reason"),
+    "kvgraft:fallbacks_total": Metric(
+        Counter, "Requests whose grafts were given up, all or in part, by reason.", "reason"
+    ),
     "kvgraft:store_total": Metric(
         Counter, "Segment store: blocks by ram_hits, disk_hits; chunks by stored, evicted, damaged, ...", "event"
     ),

@@ -39,31 +39,21 @@ class StoreOrders:
 
 @dataclass
 class StoreReport:
-    """The workers' stores to the scheduler; ranks may come to the same thing in different steps.
+    """The store of one rank to the scheduler; ranks may come to the same thing in different steps.
 
     Attributes:
-        records: chunks that a rank can find from now on.
-        read: keys of chunks whose blocks a rank does not need any more.
-        loaded: number of a load, and which of its blocks have come back on a rank.
-        ready: ranks that have said all that their stores held when they were opened.
+        records: chunks that it can find from now on.
+        read: keys of chunks whose blocks it does not need any more.
+        loaded: number of a load, and which of its blocks have come back.
+        ready: it has said all that it held when it was opened.
         counts: what `SegmentStore.counts` has grown by.
     """
 
     records: list[Record] = field(default_factory=list)
     read: list[bytes] = field(default_factory=list)
     loaded: list[tuple[int, list[bool]]] = field(default_factory=list)
-    ready: int = 0
+    ready: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-
-    def joined(self, other: "StoreReport") -> "StoreReport":
-        """Of several ranks."""
-        return StoreReport(
-            self.records + other.records,
-            self.read + other.read,
-            self.loaded + other.loaded,
-            self.ready + other.ready,
-            self.counts + other.counts,
-        )
 
 
 @dataclass
@@ -80,11 +70,11 @@ class Metadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the store did; and,
-    if that has changed, bytes and number of the documents in host memory."""
+    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the stores did, by
+    rank; and, if that has changed, bytes and number of the documents in host memory."""
 
     outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
-    store: StoreReport | None = None
+    stores: dict[int, StoreReport] = field(default_factory=dict)
     documents: tuple[int, int] | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -93,8 +83,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             failed = {key: outcome for key, outcome in other.outcomes.items() if outcome.failure}
             self.outcomes |= failed
             self.documents = self.documents or other.documents
-            if self.store is None or other.store is None:
-                self.store = self.store or other.store
-            else:
-                self.store = self.store.joined(other.store)
+            self.stores |= other.stores
         return self

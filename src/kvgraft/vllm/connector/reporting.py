@@ -37,7 +37,7 @@ class Reporting:
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         report.conclude(state.reason)
         if candidate is None:
-            report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
+            report.computed_share, report.recomputed_tokens, report.counts = report.fresh_tokens / num_prompt, 0, {}
         if not state.is_counted and isinstance(options, RequestOptions):  # others are our own operations
             self._count(state)
         state.is_counted = True
@@ -48,7 +48,9 @@ class Reporting:
         report = state.report
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
-        report.kept_tokens = outcome.kept_tokens
+        report.kept_tokens, report.counts = outcome.kept_tokens, outcome.counts
+        if outcome.counts.get("rejected_tokens"):
+            self._stats.add("kvgraft:fallbacks_total", "probe")
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)

@@ -187,16 +187,18 @@ class SchedulerSide:
     def on_outcomes(self, output: KVConnectorOutput) -> None:
         """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
         reported = output.kv_connector_worker_meta
-        outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
-        if isinstance(reported, WorkerMetadata) and reported.documents is not None:
+        if not isinstance(reported, WorkerMetadata):
+            reported = WorkerMetadata()
+        if reported.documents is not None:
             self.reporting.documents = reported.documents
-        if self.stored is not None and isinstance(reported, WorkerMetadata) and reported.store is not None:
-            self.stored.on_report(reported.store)
-            self.reporting.stored(reported.store.counts)
+        if self.stored is not None:
+            for rank, report in reported.stores.items():
+                self.stored.on_report(rank, report)
+                self.reporting.stored(report.counts)
         for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
             if state is not None and state.recovering:
-                self._end_recovery(state, outcomes.get(request_id, RecoveryResult("error")))
+                self._end_recovery(state, reported.outcomes.get(request_id, RecoveryResult("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""

@@ -1,7 +1,7 @@
 """Beside the scheduler: what lies in the tiers below vLLM's blocks, what goes there, and what is brought back."""
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ class StoreScheduler:
         self._register = Register(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
         self._num_ranks = num_ranks
-        self._num_ready = 0  # ranks that have said what their stores hold
-        self._done: Counter[bytes] = Counter()  # ranks that have done a thing
+        self._ready: set[int] = set()  # ranks that have said what their stores hold
+        self._done: defaultdict[bytes, set[int]] = defaultdict(set)  # ranks that have done a thing
         self._orders = StoreOrders()
         self._keeping: dict[bytes, list[int]] = {}  # blocks that are held until they have been read
         self._loading: dict[int, tuple[Load, list[_Coming], np.ndarray]] = {}
@@ -58,7 +58,7 @@ class StoreScheduler:
         """Whether a prompt should wait for blocks that are being brought back; asks once, for as many as fit."""
         if state.load is not None:
             return state.load in self._loading
-        if self._num_ready < self._num_ranks:
+        if len(self._ready) < self._num_ranks:
             return True
         wanted, hashes = self._wanted(state, num_prefix, grafts)
         found = [(number, self._register.find(number, state.offer.scope)) for number in wanted[: max(num_spare, 0)]]
@@ -76,19 +76,20 @@ class StoreScheduler:
         orders, self._orders = self._orders, StoreOrders()
         return orders
 
-    def on_report(self, report: StoreReport) -> None:
-        """What the workers have done; it counts when all ranks have done it."""
-        self._num_ready += report.ready
+    def on_report(self, rank: int, report: StoreReport) -> None:
+        """What a worker has done; it counts when all ranks have done it, however often one of them says so."""
+        if report.ready:
+            self._ready.add(rank)
         for record in report.records:
-            if self._is_done(b"record" + record.key):
+            if self._is_done(b"record" + record.key, rank):
                 self._register.add(record)
         for key in report.read:
-            if self._is_done(b"read" + key):
+            if self._is_done(b"read" + key, rank):
                 self.known.pool.release(self._keeping.pop(key))
         for number, arrived in report.loaded:
             load, coming, everywhere = self._loading[number]
             everywhere &= np.array(arrived)
-            if self._is_done(b"load" + number.to_bytes(8)):
+            if self._is_done(b"load" + number.to_bytes(8), rank):
                 del self._loading[number]
                 self._take_in(load, coming, everywhere.tolist())
 
@@ -102,10 +103,10 @@ class StoreScheduler:
         held = [*self._keeping.values(), *(load.blocks for load, *_ in self._loading.values())]
         return len({block for blocks in held for block in blocks})
 
-    def _is_done(self, what: bytes) -> bool:
-        """Note that another rank has done something; whether all have."""
-        self._done[what] += 1
-        if self._done[what] < self._num_ranks:
+    def _is_done(self, what: bytes, rank: int) -> bool:
+        """Note that a rank has done something; whether all have."""
+        self._done[what].add(rank)
+        if len(self._done[what]) < self._num_ranks:
             return False
         del self._done[what]
         return True

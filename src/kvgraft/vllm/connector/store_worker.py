@@ -34,7 +34,7 @@ class StoreWorker:
         self._reader = ThreadPoolExecutor(1, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
         self._told: Counter[str] = Counter()
-        self._report: StoreReport | None = StoreReport(records=self._store.take_appeared(), ready=1)
+        self._report: StoreReport | None = StoreReport(records=self._store.take_appeared(), ready=True)
 
     def step(self, orders: StoreOrders) -> None:
         """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its

@@ -66,7 +66,8 @@ class WorkerSide:
         outcomes, self._reported = self._reported, {}
         store = self._store.take_report() if self._store is not None else None
         documents = self._take_documents()
-        return WorkerMetadata(outcomes, store, documents) if outcomes or store or documents else None
+        stores = {} if store is None else {self._config.parallel_config.rank: store}
+        return WorkerMetadata(outcomes, stores, documents) if outcomes or stores or documents else None
 
     def _take_documents(self) -> tuple[int, int] | None:
         """Bytes and number of the documents that are held, if that has changed."""

@@ -1,0 +1,82 @@
+"""Beside the scheduler: what the stores of several ranks have in common, whatever each of them says how often."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_pool import BLOCK, make_pool
+
+from kvgraft.reuse.offer import Offer
+from kvgraft.segments.keys import chain_hashes, scope_digest
+from kvgraft.segments.store import Chunk, Record
+from kvgraft.vllm.connector.metadata import StoreReport, WorkerMetadata
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.request_state import RequestState
+from kvgraft.vllm.connector.store_scheduler import StoreScheduler
+from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.settings import Settings
+
+SCOPE = scope_digest("model", "namespace")
+TOKENS = np.arange(3 * BLOCK)
+
+
+def record() -> Record:
+    chunk = Chunk(SCOPE, "", tuple(chain_hashes(TOKENS, BLOCK, SCOPE)), TOKENS, 1, 0)
+    return Record(chunk, {"keys": ("float32", (1, len(TOKENS), 8))}, False)
+
+
+@pytest.fixture
+def stored() -> StoreScheduler:
+    """Of a server of two ranks."""
+    settings = Settings.parse({})
+    known = Planner(SimpleNamespace(block_pool=make_pool()), BLOCK, settings, 0.5)
+    return StoreScheduler(known, 2)
+
+
+def test_a_chunk_is_stored_when_each_rank_has_it(stored: StoreScheduler):
+    for _ in range(3):
+        stored.on_report(0, StoreReport(records=[record()]))
+        assert len(stored) == 0
+    stored.on_report(1, StoreReport(records=[record()]))
+    assert len(stored) == 1
+
+
+def test_blocks_are_held_until_each_rank_has_read_them(stored: StoreScheduler):
+    pages = stored.known.pool.allocate(3)
+    stored._keeping[b"key"] = pages
+    for _ in range(3):
+        stored.on_report(1, StoreReport(read=[b"key"]))
+        assert stored.num_held == stored.known.pool.num_used == 3
+    stored.on_report(0, StoreReport(read=[b"key"]))
+    assert stored.num_held == stored.known.pool.num_used == 0
+
+
+def test_prompts_wait_until_each_rank_has_said_what_it_holds(stored: StoreScheduler):
+    request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
+    state = RequestState(request, RequestOptions(Settings().default.policy), Offer(SCOPE))
+    for rank, waits in ((0, True), (0, True), (1, False)):
+        stored.on_report(rank, StoreReport(ready=True))
+        assert stored.is_coming(state, 0, 9, grafts=True) == waits
+
+
+def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
+    for rank in (0, 1):
+        stored.on_report(rank, StoreReport(records=[record()], ready=True))
+    request = SimpleNamespace(all_token_ids=[9, 9, *TOKENS.tolist(), 9], block_hashes=[])
+    state = RequestState(request, RequestOptions(Settings().default.policy), Offer(SCOPE))
+    assert stored.is_coming(state, 0, 9, grafts=True)
+    [load] = stored.take_orders().loads
+    for _ in range(2):
+        stored.on_report(0, StoreReport(loaded=[(load.number, [True, True, False])]))
+        assert stored.is_coming(state, 0, 9, grafts=True)
+    stored.on_report(1, StoreReport(loaded=[(load.number, [True, True, True])]))
+    assert not stored.is_coming(state, 0, 9, grafts=True)
+    assert stored.known.pool.versions(load.blocks).astype(bool).tolist() == [True, True, False]
+
+
+def test_reports_of_one_step_keep_their_ranks():
+    reports = {rank: StoreReport(read=[bytes([rank])]) for rank in range(3)}
+    together = WorkerMetadata(stores={0: reports[0]})
+    for rank in (1, 2):
+        together = together.aggregate(WorkerMetadata(stores={rank: reports[rank]}))  # type: ignore[assignment]
+    assert together.stores == reports
