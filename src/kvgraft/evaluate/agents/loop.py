@@ -67,11 +67,6 @@ class EpisodeResult:
         """That its answers took, one after the other."""
         return sum(step.seconds for step in self.steps)
 
-    @property
-    def tool_success_rate(self) -> float:
-        """Calls that no tool refused, as a share of all."""
-        return 1 - self.tool_errors / self.tool_calls
-
 
 def run_episode(answer: Answer, episode: Episode) -> EpisodeResult:
     """Run an agent to the end of its plan: wrong answers and refused calls do not stop it.
