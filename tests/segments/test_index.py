@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -71,6 +72,12 @@ def spans(matches: list[Match]) -> list[tuple[int, int, int]]:
     return [(match.start, match.length, match.source_start) for match in matches]
 
 
+def blocks_only(pool: Pool, prompt: np.ndarray, **options) -> list[Match]:
+    """What matches before runs grow beyond their blocks."""
+    with patch.object(VirtualBlockIndex, "_extend"):
+        return pool.index.match(prompt, SCOPE, **options)
+
+
 def rng_tokens(count, seed=0):
     return np.random.default_rng(seed).integers(0, 150_000, count, dtype=np.int32)
 
@@ -93,8 +100,8 @@ def test_any_offset_matching_finds_every_aligned_block(data, block_size):
         aligned += [offset + at for at in range(0, full, block_size) if first <= at and at + block_size <= last]
         pieces.append(tokens[first:last])
     prompt = np.concatenate(pieces)
-    for extend in (False, True):
-        covered = pool.check(prompt, pool.index.match(prompt, SCOPE, extend=extend))
+    for matches in (blocks_only(pool, prompt), pool.index.match(prompt, SCOPE)):
+        covered = pool.check(prompt, matches)
         for start in aligned:
             assert covered[start : start + block_size].all()
     assert pool.index.match(prompt, OTHER_SCOPE) == []
@@ -139,7 +146,7 @@ def test_claims_equal_the_plain_greedy_rule_on_repetitive_text(data, block_size,
                     held.append((source, at, int(entry), start, page))
     free = np.array(data.draw(st.lists(st.booleans(), min_size=len(prompt), max_size=len(prompt))), bool)
     for mask in (free, np.ones(len(prompt), bool)):
-        matches = pool.index.match(prompt, SCOPE, free=mask, extend=False)
+        matches = blocks_only(pool, prompt, free=mask)
         pool.check(prompt, matches)
         assert spans(matches) == greedy_reference(pool, held, prompt, mask)
         grown = pool.index.match(prompt, SCOPE, free=mask)
@@ -189,8 +196,8 @@ def test_extension_reaches_the_edges_of_the_piece(first, last):
     assert spans([match]) == [(3, last - first, first)]
     assert match.pages.tolist() == pages[first // 4 : -(-last // 4)].tolist()
     pool.check(prompt, [match])
-    (blocks_only,) = pool.index.match(prompt, SCOPE, extend=False)
-    assert blocks_only.length == last // 4 * 4 - -(-first // 4) * 4
+    (unextended,) = blocks_only(pool, prompt)
+    assert unextended.length == last // 4 * 4 - -(-first // 4) * 4
 
 
 def test_extension_needs_the_link_between_calls():

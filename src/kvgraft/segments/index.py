@@ -113,12 +113,12 @@ class VirtualBlockIndex:
         free: np.ndarray | None = None,
         allow_approximate: bool = False,
         require_clean_context: bool = False,
-        extend: bool = True,
     ) -> list[Match]:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
-        earlier offset, then lower entry id); what others lose by that is cut off in whole blocks.
+        earlier offset, then lower entry id); what others lose by that is cut off in whole blocks. Then runs grow token
+        by token into the neighbouring blocks of their source.
 
         Args:
             tokens: the prompt, int [T].
@@ -127,7 +127,6 @@ class VirtualBlockIndex:
             allow_approximate: use blocks of approximate lineage too.
             require_clean_context: use only what its source began with. The KV of other text carries the context that
                 it was first read in, which may be hostile.
-            extend: grow the runs token by token into the neighbouring blocks of their source.
         """
         tokens = as_int32("tokens", tokens)
         free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
@@ -136,9 +135,8 @@ class VirtualBlockIndex:
         ceiling = Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
         prompt = _Prompt(tokens, scope, ceiling, require_clean_context, unclaimed=bytearray(free.tobytes()))
         runs = self._claim(prompt, *self._candidates(prompt, free))
-        if extend:
-            self._extend(prompt, runs, step=-1)
-            self._extend(prompt, runs, step=+1)
+        self._extend(prompt, runs, step=-1)
+        self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
         return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in runs]
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.kv.documents import Document
 from kvgraft.methods import require_choice
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Update
@@ -91,14 +92,18 @@ class SamKV(KeepsDocuments):
             middle = layout.is_middle[mine]
             if not middle.any():
                 continue
-            anchors = scores[:, mine][:, ~middle].mean(1)
+            share = self.shares(at.document, scores[:, mine], middle)[stable].mean()
             of_middle = scores[:, mine][:, middle]  # [L, b]
-            best = of_middle.gather(1, at.document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
-            worst = of_middle.gather(1, at.document.attention[:, middle].argmin(1, keepdim=True))[:, 0]
-            share = retrieved_share(best, anchors, worst)[stable].mean()
             top = of_middle.topk(math.ceil(float(share) * of_middle.shape[1]), dim=1).indices
             retrieved.scatter_(1, (mine & layout.is_middle).nonzero()[:, 0][top], True)
         return retrieved
+
+    def shares(self, document: Document, scores: Tensor, middle: Tensor) -> Tensor:
+        """P of each layer [L] from the scores [L, b] of a document's blocks; bool [b]: the middle ones (Eq. 2)."""
+        of_middle = scores[:, middle]
+        best = of_middle.gather(1, document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
+        worst = of_middle.gather(1, document.attention[:, middle].argmin(1, keepdim=True))[:, 0]
+        return retrieved_share(best, scores[:, ~middle].mean(1), worst)
 
 
 def personalise(generic: Tensor, local: Sequence[Tensor]) -> list[Tensor]:

@@ -52,10 +52,6 @@ class Register:
     def __len__(self) -> int:
         return len(self._records)
 
-    def nbytes(self) -> int:
-        """Host memory of the index in bytes."""
-        return self._index.nbytes() + (0 if self._similar is None else self._similar.nbytes())
-
     def can_hold(self, chunk: Chunk) -> bool:
         """Whether the chunk is cut as this register counts."""
         return chunk.block_size == self.block_size and chunk.num_blocks <= self.chunk_blocks

@@ -110,10 +110,6 @@ class SegmentStore:
         """Bytes of the payload files, as far as this process knows."""
         return self._disk.budget.nbytes if self._disk else 0
 
-    def index_nbytes(self) -> int:
-        """Host memory of the index in bytes."""
-        return self._register.nbytes()
-
     def put(self, chunk: Chunk, payload: Payload) -> bool:
         """Keep a chunk; its file is written later. A known one counts as used, and is written if it was not.
 
