@@ -21,6 +21,7 @@ from kvgraft.vllm.options import (
     Report,
     RequestOptions,
     check_name,
+    namespace_label,
     served_policy,
 )
 
@@ -194,14 +195,22 @@ def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, s
     assert CONTROL_TOKEN not in os.environ
 
 
+def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
+    assert namespace_label("") == ""
+    shown = {namespace_label(salt) for salt in ("secret", "another", "a" * 64, "g" * 64 + ":x", "ab:x")}
+    assert len(shown) == 5
+    assert all(re.fullmatch("[0-9a-f]{8}", label) for label in shown)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
         ({"op": "thaw", "token": "secret"}, "op must be freeze, delete or list, got 'thaw'"),
         ({"token": "secret"}, "op must be freeze, delete or list, got 'None'"),
-        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have op, name and token"),
-        ("list", "control must have op, name and token"),
-        (None, "control must have op, name and token"),
+        ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
+        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have name, op, owner, quota, token"),
+        ("list", "control must have name, op, owner, quota, token"),
+        (None, "control must have name, op, owner, quota, token"),
     ],
     ids=str,
 )

@@ -3,13 +3,15 @@
 A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `Report` in the same place.
 """
 
+import hashlib
 import hmac
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from kvgraft.methods import UnknownOption
+from kvgraft.methods import UnknownOption, require_share
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import parse_policy, with_options
@@ -17,6 +19,8 @@ from kvgraft.prefill.report import PrefillReport
 
 KEY = "kvgraft"  # in kv_transfer_params
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
+_LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server
+_LABEL_LENGTH = 8  # hexadecimal digits
 MAX_NAME = 128  # characters of a namespace or a segment name
 _OWN_FIELDS = ("policy", "reuse", "match", "namespace")
 
@@ -65,24 +69,35 @@ class RequestOptions:
 @dataclass(frozen=True)
 class Control:
     """An operation on the frozen pool, sent by the API server as a request of its own: the one way into the engine
-    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored."""
+    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored.
 
-    op: str  # freeze | delete | list
+    Attributes:
+        op: freeze, delete or list.
+        owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
+        quota: share of the frozen capacity that this owner may take.
+    """
+
+    op: str
     name: str = ""
+    owner: str = ""
+    quota: float = 1.0
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
-        """From `{"op": ..., "name": ..., "token": ...}`; the token proves that the API server sent it.
+        """From its fields and `token`, which proves that the API server sent it.
 
         Raises:
-            ValueError: a wrong token or an operation that does not exist.
+            ValueError: a wrong token, an operation that does not exist, or a quota that is no share.
         """
-        if not isinstance(given, Mapping) or not given.keys() <= {"op", "name", "token"}:
-            raise ValueError("control must have op, name and token")
+        known = {"token", *(f.name for f in fields(cls))}
+        if not isinstance(given, Mapping) or not given.keys() <= known:
+            raise ValueError(f"control must have {', '.join(sorted(known))}")
         token, expected = str(given.get("token", "")), os.environ.get(CONTROL_TOKEN, "")
         if not expected or not hmac.compare_digest(token.encode(), expected.encode()):
             raise ValueError("control operations come from the API server only")
-        control = cls(str(given.get("op")), str(given.get("name", "")))
+        quota = given.get("quota", 1.0)
+        require_share("quota", quota)
+        control = cls(str(given.get("op")), str(given.get("name", "")), str(given.get("owner", "")), quota)
         if control.op not in ("freeze", "delete", "list"):
             raise ValueError(f"op must be freeze, delete or list, got {control.op!r}")
         return control
@@ -112,6 +127,19 @@ class Report(PrefillReport):
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""
         return {KEY: asdict(self)}
+
+
+def labelled(key: str, label: str) -> str:
+    """A `cache_salt` that is as secret as this key, 64 hexadecimal digits, and says whose namespace it is."""
+    return f"{key}:{label}"
+
+
+def namespace_label(cache_salt: str) -> str:
+    """What may be shown of a namespace: the label that the API server gave it; else, as the client's own salt may be
+    its secret, a digest of that."""
+    if (found := _LABELLED.fullmatch(cache_salt)) is not None:
+        return found[1]
+    return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
 
 
 def served_policy(text: str) -> Policy:

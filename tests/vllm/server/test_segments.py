@@ -36,7 +36,10 @@ def listed(client: httpx.Client, label: str, namespace: str = "") -> list[dict[s
 def freeze(client: httpx.Client, key: str, name: str, **source: Any) -> dict[str, Any]:
     answer = client.post(PATH, json={"name": name, "tenant": LABELS[key], **source})
     assert answer.status_code == 200, answer.text
-    return next(segment for segment in answer.json()["segments"] if segment["name"] == name)
+    told = answer.json()
+    assert told.keys() == {"tenant", "namespace", "segment", "num_segments"}, "what it costs to say does not grow"
+    assert (told["tenant"], told["segment"]["name"]) == (LABELS[key], name)
+    return told["segment"]
 
 
 def test_a_frozen_text_is_a_hit_for_its_tenant_only(server: RunningServer, admin: httpx.Client, texts: Any):
@@ -87,20 +90,25 @@ def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(adm
     longer = freeze(admin, ALICE, "a/b c", text=texts.document(300))
     assert listed(admin, LABELS[ALICE]) == [longer]
     assert longer["num_tokens"] >= 256
-    assert admin.delete(f"{PATH}/a/b%20c", params=where).json()["segments"] == []
+    deleted = admin.delete(f"{PATH}/a/b%20c", params=where).json()
+    assert (deleted["segment"], deleted["num_segments"]) == (longer, 0)
+    assert listed(admin, LABELS[ALICE]) == []
     again = admin.delete(f"{PATH}/a/b%20c", params=where)
     assert again.status_code == 404
     assert "a/b c" in again.json()["error"]["message"]
 
 
-def test_more_than_the_pool_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
-    for number in range(2):
-        freeze(admin, ALICE, str(number), text=texts.document(4000))
-    wanted = {"name": "2", "tenant": LABELS[ALICE], "text": texts.document(4000)}
-    refused = admin.post(PATH, json=wanted)
-    assert refused.status_code == 409
-    assert refused.json()["error"]["message"]
-    assert [segment["name"] for segment in listed(admin, LABELS[ALICE])] == ["0", "1"]
+def test_more_than_a_tenant_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
+    """Half of the capacity, as there are two tenants."""
+    freeze(admin, ALICE, "0", text=texts.document(4000))
+    for namespace in ("", "wide"):
+        wanted = {"name": "1", "tenant": LABELS[ALICE], "text": texts.document(4000), "namespace": namespace}
+        refused = admin.post(PATH, json=wanted)
+        assert refused.status_code == 409
+        assert "of at most 159, a share of 0.5" in refused.json()["error"]["message"]
+    assert [segment["name"] for segment in listed(admin, LABELS[ALICE])] == ["0"]
+    assert listed(admin, LABELS[ALICE], "wide") == []
+    freeze(admin, BOB, "0", text=texts.document(4000))
 
 
 def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin: httpx.Client, texts: Any):

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.offer import NEVER, Offer
-from kvgraft.vllm.options import Control, Report, RequestOptions
+from kvgraft.vllm.options import Control, Report, RequestOptions, namespace_label
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,3 +98,8 @@ class RequestState:
     def namespace(self) -> str:
         """The isolation key, which vLLM folds into its own hashes too."""
         return self.request.cache_salt or ""
+
+    @property
+    def label(self) -> str:
+        """What may be shown of the namespace."""
+        return namespace_label(self.namespace)

@@ -48,7 +48,7 @@ class StoreScheduler:
             return
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
         is_exact = offer.exact_blocks(stop, size)
-        for chunk, where in offer.chunks(tokens, is_exact, "", self._first_source, CHUNK_BLOCKS):
+        for chunk, where in offer.chunks(tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS):
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
                 self.known.pool.acquire(self._keeping[chunk.key])

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
@@ -11,6 +12,8 @@ from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
+Place = tuple[Tenant, str]  # and namespace
+Segment = dict[str, Any]
 NO_TEXT = [0]  # operations other than freeze ignore their prompt, which must have a token
 FRESH_FOR_S = 5.0  # how long an answer may be shown again before the engine is asked again
 
@@ -20,44 +23,60 @@ class FrozenSegments:
 
     Args:
         guard: gives the way into the engine, once there is one.
+        quota: share of the frozen capacity that one tenant may take.
     """
 
-    def __init__(self, guard: Callable[[], GuardedEngineClient]) -> None:
-        self._engine_client = guard
-        self._known: dict[tuple[Tenant, str], list[dict[str, Any]]] = {}  # only namespaces that have segments
-        self._asked_at: dict[tuple[Tenant, str], float] = {}
+    def __init__(self, guard: Callable[[], GuardedEngineClient], quota: float) -> None:
+        self._engine_client, self.quota = guard, quota
+        self._known: dict[Place, dict[str, Segment]] = {}  # by name; only namespaces that have segments
+        self._asked_at: dict[Place, float] = {}  # when they were listed last
         self._refreshing = asyncio.Lock()
 
     async def operate(
         self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
-    ) -> list[dict[str, Any]]:
-        """Run an operation; returns the segments of the namespace after it.
+    ) -> dict[str, Any]:
+        """Run an operation; returns the engine's answer: all `segments`, or one `segment` and `num_segments`.
 
         Raises:
             Refused: the engine refused it, or has no connector of ours.
         """
         if not os.environ.get(CONTROL_TOKEN):
             raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
-        answer = await self._engine_client().control(tenant, namespace, control, token_ids or NO_TEXT)
+        charged = replace(control, owner=tenant.label, quota=self.quota)
+        answer = await self._engine_client().control(tenant, namespace, charged, token_ids or NO_TEXT)
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
-        if "segments" not in answer:
+        if not answer.keys() & {"segments", "segment"}:
             raise Refused(503, "the engine runs without KVGraft: start the server with `kvgraft serve`")
-        place = tenant, namespace
-        self._known[place], self._asked_at[place] = answer["segments"], time.monotonic()
-        if not answer["segments"]:
-            del self._known[place], self._asked_at[place]
-        return answer["segments"]
+        self._note((tenant, namespace), control, answer)
+        return answer
 
     async def view(self, principal: Principal) -> list[dict[str, Any]]:
         """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S old."""
         async with self._refreshing:
             mine = [place for place in self._known if principal.is_admin or place[0] == principal.tenant]
             for tenant, namespace in mine:
-                if time.monotonic() - self._asked_at[tenant, namespace] > FRESH_FOR_S:
+                asked_at = self._asked_at.get((tenant, namespace))
+                if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
                     await self.operate(tenant, namespace, Control("list"))
         return [
             {"tenant": tenant.label, "namespace": namespace, **segment}
             for tenant, namespace in mine
-            for segment in self._known.get((tenant, namespace), ())
+            for segment in self._known.get((tenant, namespace), {}).values()
         ]
+
+    def _note(self, place: Place, control: Control, answer: dict[str, Any]) -> None:
+        """Remember what an answer says of a namespace."""
+        known = self._known.setdefault(place, {})
+        if "segments" in answer:
+            self._known[place] = known = {segment["name"]: segment for segment in answer["segments"]}
+            self._asked_at[place] = time.monotonic()
+        else:
+            known.pop(control.name, None)
+            if control.op == "freeze":
+                known[control.name] = answer["segment"]
+            if len(known) != answer["num_segments"]:  # the engine has let others go
+                self._asked_at.pop(place, None)
+        if not answer.get("segments", answer.get("num_segments")):
+            self._known.pop(place, None)
+            self._asked_at.pop(place, None)

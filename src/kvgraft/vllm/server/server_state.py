@@ -28,7 +28,9 @@ class ServerState:
         store = self.settings.store
         self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
         self.request_log = RequestLog(self.keyring.tenants)
-        self.segments = FrozenSegments(lambda: self.engine_client)
+        self.segments = FrozenSegments(
+            lambda: self.engine_client, self.settings.frozen_quota or 1 / len(self.keyring.tenants)
+        )
         self._engine_client: GuardedEngineClient | None = None
 
     @property

@@ -1,7 +1,7 @@
 """What SamKV's shares P are (Eq. 2), and how policies differ prompt by prompt: behind docs/results/samkv.md.
 
-python benchmarks/samkv.py shares [--segments 8] [--block 8,32,64] [--seed 2000]
-python benchmarks/samkv.py paired DIR POLICY OTHER_DIR OTHER_POLICY     of two evaluations of the same prompts
+python -m research.samkv.shares shares [--segments 8] [--block 8,32,64] [--seed 2000]
+python -m research.samkv.shares paired DIR POLICY OTHER_DIR OTHER_POLICY     of two evaluations of the same prompts
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.metrics import interval
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.evaluate.runner import read_rows
+from kvgraft.evaluate.statistics import paired_difference
 from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.kv.documents import Document
 from kvgraft.prefill.policies import SamKV
@@ -58,7 +58,9 @@ def shares(
                 reused = {segment for read in item.phase_1 for segment in read}
                 prompts = [as_parts(ask.segments, reused) for ask in item.phase_2]
                 engine.clear_cache()
-                engine.generate([Request(p, Watched(block=size, ratio=1.0), SamplingParams(1)) for p in prompts])
+                engine.generate(
+                    [Request(p, Watched(block_tokens=size, kept_share=1.0), SamplingParams(1)) for p in prompts]
+                )
                 on_progress(number + 1, len(texts))
         found = torch.stack(Watched.seen)[:, list(engine.library.stable_layers)]  # [documents, N*]
         Console().print(
@@ -79,11 +81,11 @@ def paired(directory: Path, policy: str, other_directory: Path, other_policy: st
         raise typer.BadParameter(
             f"{policy} has {len(one)} answers, {other_policy} {len(other)}: they must be of the same prompts"
         )
-    differences = [other[key] - one[key] for key in one]
-    low, high = interval(differences, [cluster for cluster, _ in one])
+    keys = list(one)
+    found = paired_difference([other[key] for key in keys], [one[key] for key in keys], [text for text, _ in keys])
     Console().print(
         f"{policy} {fmean(one.values()):.3f}, {other_policy} {fmean(other.values()):.3f}, {len(one)} prompts: "
-        f"{fmean(differences):+.3f} [{low:+.3f}, {high:+.3f}]"
+        f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     )
 
 
