@@ -3,11 +3,12 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft.testbed import MODEL_DIR
 from load import local_tokenizer
+from properties import examples
 from workload import (
     KINDS,
     Ask,
@@ -76,7 +77,7 @@ def test_without_reuse_nothing_is_known(kind: str):
     assert [share for _, _, share in timed] == [0.0] * 5
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(200, 3000), st.floats(0, 0.98), st.integers(1, 40), st.integers(0, 9))
 def test_rag_prompts_have_exactly_the_length_asked(tokens: int, reuse: float, max_tokens: int, seed: int):
     for ask in make_workload("rag", Shape(tokens, reuse, max_tokens), 3, WORDS, seed):

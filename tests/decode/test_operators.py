@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from kvgraft.decode import ops
@@ -21,6 +21,7 @@ from kvgraft.decode.operators import OPERATORS
 from kvgraft.decode.planner import plan, unfused
 from kvgraft.decode.vtensor import Layout, VTensor
 from kvgraft.kernels.dispatch import radix_topk
+from properties import examples
 
 SIZE = 4  # tokens of a block
 # each case: the operator applied to tensors of a flow, and the same in PyTorch, on x, y [1, B, 4, 6] and q [1, 3, 6]
@@ -162,7 +163,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 @pytest.mark.parametrize("layout", [Layout.RAGGED, Layout.PAGED])
 @pytest.mark.parametrize("case", CASES)
 @given(lengths=lengths, seed=st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_an_operator_is_the_pytorch_operator_on_each_sequence(case: str, layout: Layout, lengths: list[int], seed: int):
     found, expected = CASES[case]
     sequences = Sequences(lengths, seed)
@@ -176,7 +177,7 @@ def test_an_operator_is_the_pytorch_operator_on_each_sequence(case: str, layout:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("case", CASES)
 @given(lengths=lengths, seed=st.integers(0, 99), chunk=st.sampled_from([64, 4096, 1 << 20]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_a_step_of_all_sequences_gives_each_its_own(
     case: str, fused: bool, implementation: str, lengths: list[int], seed: int, chunk: int
 ):
@@ -201,7 +202,7 @@ def test_a_step_of_all_sequences_gives_each_its_own(
 
 
 @given(lengths=lengths, seed=st.integers(0, 99), k=st.integers(1, 12), hidden=st.booleans())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
     lengths: list[int], seed: int, k: int, hidden: bool
 ):

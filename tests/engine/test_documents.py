@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams
@@ -19,6 +19,7 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE, make_head_map
+from properties import examples
 
 FAMILIES = ("llama", "mistral", "qwen3", "deepseek_v3")  # transformers replaces the word tokenizer of a qwen2
 TOLERANCE = 1e-4  # logits of order 5 in float32
@@ -79,7 +80,7 @@ def difference(one: Result, other: Result) -> float:
     return float((one.first_logits - other.first_logits).abs().max())  # type: ignore[operator]
 
 
-@settings(deadline=None, derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,7 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
 from models import VOCAB_SIZE
+from properties import examples
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
 SINKS, WINDOW, BLOCK = 3, 24, 8
@@ -213,7 +214,7 @@ def test_frozen_text_keeps_what_its_heads_need_and_is_an_exact_prefix(engine: En
     engine.check()
 
 
-@settings(deadline=None, derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(15)
 @given(data=st.data())
 def test_pages_are_conserved_and_answers_exact_under_random_load(
     model_dir: Path, decoder: Decoder, data: st.DataObject

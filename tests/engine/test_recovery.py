@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
@@ -15,6 +15,7 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, RedKnot, Similar, SparseX, Transitive
 from models import FAMILIES, VOCAB_SIZE, make_head_map
+from properties import examples
 
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING = [
@@ -107,7 +108,7 @@ def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine]
         assert difference(truth(engine, prompt), expected) < TOLERANCE, family
 
 
-@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_everything_is_full_prefill(
@@ -117,7 +118,7 @@ def test_recomputing_everything_is_full_prefill(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=1500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_everything_is_full_prefill_at_length(

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvgraft.engine.sampling import Sampler, SamplingParams
+from properties import examples
 
 LOGITS = torch.tensor([0.1, 2.0, -math.inf, 1.5, 2.5, -3.0])
 NUM_DRAWS = 4000
@@ -73,7 +74,7 @@ def test_the_lowest_temperature_is_finite() -> None:
     assert draws(torch.tensor([1e4, 3e4, -1e4]), 5, temperature=1e-5) == [1] * 5
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@examples(30)
 @given(st.integers(0, 2**63 - 1), st.floats(0.1, 2), st.floats(0.1, 1), st.integers(0, 50))
 def test_a_seed_repeats_whatever_else_is_sampled(seed: int, temperature: float, top_p: float, top_k: int) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed))

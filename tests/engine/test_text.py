@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
 from kvgraft.segments.prompt import Segment
 from models import BOS, make_tokenizer
+from properties import examples
 
 SAMPLE = "naïve café 漢字かな 🙂🙃 déjà vu, the end. "
 WORDS = make_tokenizer()
@@ -43,7 +44,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
 
 
 BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
-repeatable = settings(deadline=None, derandomize=True, max_examples=150)
+repeatable = examples(150)
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:

@@ -3,9 +3,10 @@ from importlib.util import find_spec
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvgraft.kernels.dispatch import block_sparse_attention, radix_topk
+from properties import examples
 
 IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
 NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
@@ -44,7 +45,7 @@ def best(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> list[list[float
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("remap", [False, True])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_exact_radix_topk_is_topk_as_a_set(implementation, remap, data):
     rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 70))

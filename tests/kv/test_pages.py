@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft.kv.pages import PagePool, PoolExhausted
+from properties import examples
 
 
 def key(number: int) -> bytes:
@@ -94,7 +95,7 @@ def test_sizes_must_be_positive(num_pages: int, block_size: int):
         PagePool(num_pages, block_size)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=40))
 def test_counts_follow_from_the_tables_whatever_happens(actions: list[tuple[int, int]]):
     pool, tables, published = PagePool(8, 16), [], 0

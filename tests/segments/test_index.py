@@ -3,7 +3,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft.segments import index as index_module
@@ -11,10 +11,11 @@ from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.matches import Lineage, Match
 from kvgraft.segments.table import HashTable
+from properties import examples
 
 SCOPE = scope_digest("model", "tenant")
 OTHER_SCOPE = scope_digest("model", "other tenant")
-fixed = settings(deadline=None, derandomize=True, max_examples=200)
+fixed = examples(200)
 
 
 @dataclass

@@ -2,13 +2,14 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvgraft.testbed import MODEL_DIR, vocabulary
 from kvgraft.testbed.documents import POLLED, Facts, make_documents, make_glossary
 from kvgraft.testbed.tasks import NEEDLES, Question, Resolved, ask, is_code, read, resolve, together
+from properties import examples
 
 FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2, poll=2)
 COLOURS = vocabulary.COLOURS[:3]
@@ -73,7 +74,7 @@ def test_crosses():
     assert not Question("variable", "", "", (1, 1)).crosses
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@examples(40)
 @given(st.integers(0, 10**6), st.integers(1, 6))
 def test_every_fact_can_be_asked_in_its_order(seed: int, num_documents: int):
     rng = Random(seed)

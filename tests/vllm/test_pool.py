@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ from vllm.v1.request import Request
 
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.vllm.pool import SharedPool
+from properties import examples
 
 BLOCK, NUM_PAGES = 4, 9
 
@@ -207,7 +207,7 @@ class Conservation(RuleBasedStateMachine):
 
 
 TestConservation = Conservation.TestCase
-TestConservation.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestConservation.settings = examples(40, stateful_step_count=30)
 
 
 def test_frozen_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, blocks: BlockPool):
