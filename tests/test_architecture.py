@@ -19,6 +19,8 @@ LAYERS = [  # each may import what stands before it, and itself
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
+ROOT = SOURCE.parent.parent
+RESEARCH, BENCHMARKS = (sorted((ROOT / name).rglob("*.py")) for name in ("research", "benchmarks"))
 
 
 def room_of(path: Path) -> str:
@@ -48,23 +50,37 @@ def test_imports_point_one_way(path: Path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_foreign_libraries_stay_in_their_rooms(path: Path):
     allowed = {
-        "torch": {"kernels", "kv", "prefill", "decode", "engine", "training", "evaluate", "vllm", "store"},
-        "transformers": {"engine", "segments", "training"},
+        "torch": {"kernels", "kv", "prefill", "decode", "engine", "evaluate", "vllm", "store"},
+        "transformers": {"engine", "segments"},
         "matplotlib": {"evaluate"},
-        "typer": {"cli", "training"},
-        "rich": {"cli", "evaluate", "engine", "training"},
+        "scipy": {"evaluate"},
+        "typer": {"cli"},
+        "rich": {"cli", "evaluate", "engine"},
         "triton": {"kernels"},
         "vllm": {"vllm"},
     }
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"pickle", "marshal", "shelve", "dill"}
     for library, rooms in allowed.items():
-        room = path.parent.name if path.parent.name in ("training", "store") else room_of(path)
+        room = path.parent.name if path.parent.name == "store" else room_of(path)
         assert library not in roots or room in rooms, f"{library} does not belong in {room}"
 
 
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_research_is_imported_by_research_only(path: Path):
+    assert not {name for name in imports(path) if name.split(".")[0] == "research"}
+
+
+@pytest.mark.parametrize("path", RESEARCH, ids=lambda path: str(path.relative_to(ROOT)))
+def test_research_stands_on_the_package_alone(path: Path):
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert not roots & {found.stem for found in BENCHMARKS}, "a command, not a module, of benchmarks"
+    assert not roots & {"pickle", "marshal", "shelve", "dill", "triton", "vllm"}
+    assert not [name for name in imports(path) if name.split(".")[0] == "kvgraft" and "._" in name]
+
+
 def test_every_file_has_a_docstring_and_stays_short():
-    for path in FILES:
+    for path in [*FILES, *RESEARCH]:
         text = path.read_text()
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
         assert text.count("\n") <= 400, f"{path} is too long: split it"

@@ -112,11 +112,10 @@ def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
         parse_flow("my.pyx")
     odd = tmp_path / "a.pyx"
     odd.mkdir()
-    (odd / "mine.py").write_text(
-        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
-    )
+    mine = "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+    (odd / "mine.py").write_text(mine)
     assert find(f"{odd}/mine.py:topk_blocks=7").topk_blocks == 7
-    (odd / "mine.py").write_text((odd / "mine.py").read_text().replace("'mine'", "'other'"))
+    (odd / "mine.py").write_text(mine.replace("'mine'", "'other'"))
     assert find(f"{odd}/mine.py").name == "other", "it has changed"
 
 

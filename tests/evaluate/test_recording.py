@@ -46,7 +46,7 @@ def test_recording_changes_nothing_where_local_heads_hold_windows():
     """RedKnot promotes no local head there."""
     engine = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.5, head_paging=True)
     engine.generate([Request([Segment(DOCUMENT)], "full", SamplingParams(max_tokens=1))])
-    policy = RedKnot(edge_mass=0.0)
+    policy = RedKnot(edge_mass_share=0.0)
     plain, watched = ask(engine, policy), ask(engine, Recorded(policy))
     assert plain.report.grafted_tokens > 0
     assert plain.report.counts["promoted_heads"] == watched.report.counts["promoted_heads"] == 0

@@ -6,9 +6,9 @@ import pytest
 
 from kvgraft import Engine
 from kvgraft.engine.request import Report, Result
-from kvgraft.evaluate import agents
 from kvgraft.segments.prompt import Part
 from kvgraft.testbed import MODEL_DIR
+from research import cross_query
 from research.cross_query import SUITES, Episode, Variation, ask_engine, make_episodes, run_episode
 
 SHORT = Variation(num_passages=2, passage_words=(40, 60))
@@ -78,9 +78,9 @@ def test_later_steps_reuse_what_earlier_ones_read(engine: Engine):
 
 
 def test_sampling_is_the_paper_s_and_repeats(engine: Engine):
-    sampling = agents.paper_sampling(5)
+    sampling = cross_query.paper_sampling(5)
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.2, 0.95, 5)
     [episode] = make_episodes("qa", 8, 1, SHORT)
-    one, other = (run_episode(ask_engine(engine, "full", agents.paper_sampling(5)), episode) for _ in range(2))
+    one, other = (run_episode(ask_engine(engine, "full", cross_query.paper_sampling(5)), episode) for _ in range(2))
     assert one == other
-    assert agents.GREEDY.temperature == 0
+    assert cross_query.GREEDY.temperature == 0
