@@ -17,6 +17,15 @@ LAYERS = [  # each may import what stands before it, and itself
     {"evaluate"},
     {"cli", "__main__", "__init__"},
 ]
+STORE = [  # within segments/store/, each may import what stands before it
+    {"chunk"},
+    {"budget", "files", "register", "writer"},
+    {"catalogue"},
+    {"disk", "memory", "maintenance"},
+    {"store"},
+    {"options"},
+    {"__init__"},
+]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOT = SOURCE.parent.parent
@@ -45,6 +54,17 @@ def test_imports_point_one_way(path: Path):
         if name.startswith("kvgraft."):
             other = name.split(".")[1]
             assert RANK[other] <= RANK[mine], f"{mine} must not import {other}"
+
+
+def test_the_store_knows_its_tiers_and_they_know_nothing_of_it():
+    floors = {name: floor for floor, names in enumerate(STORE) for name in names}
+    paths = sorted((SOURCE / "segments" / "store").glob("*.py"))
+    assert {path.stem for path in paths} == floors.keys()
+    for path in paths:
+        for name in imports(path):
+            if name.startswith("kvgraft.segments.store"):
+                other = name.removeprefix("kvgraft.segments.store").strip(".") or "__init__"
+                assert floors[other] < floors[path.stem], f"{path.stem} must not import {other}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

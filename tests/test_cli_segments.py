@@ -12,7 +12,7 @@ from chunks import OTHER_SCOPE, SIZE, file_of, make_chunk, make_chunks, make_pay
 from kvgraft.cli import app, run
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import SegmentStore
-from kvgraft.segments.store.catalogue import NAME
+from kvgraft.segments.store.files import CATALOGUE
 from models import VOCAB_SIZE
 
 HOSTILE = "team [red]\x1b[2J" + "x" * 70
@@ -200,7 +200,7 @@ def test_a_directory_without_a_store_is_refused(kvgraft: Kvgraft, tmp_path: Path
         error = kvgraft("segments", *command, "--dir", tmp_path / "nowhere")[2]
         assert error == f"kvgraft: {tmp_path / 'nowhere'} is not a directory\n"
         error = kvgraft("segments", *command, "--dir", tmp_path)[2]
-        assert error == f"kvgraft: no segments are stored in {tmp_path}: it has no {NAME}\n"
+        assert error == f"kvgraft: no segments are stored in {tmp_path}: it has no {CATALOGUE}\n"
     assert [*tmp_path.iterdir()] == []
 
 
@@ -208,12 +208,12 @@ def test_a_directory_that_cannot_be_used_is_refused(kvgraft: Kvgraft, directory:
     directory.chmod(0o755)
     assert "is open to others" in kvgraft("segments", "list", "--dir", directory)[2]
     directory.chmod(0o700)
-    database = sqlite3.connect(directory / NAME)
+    database = sqlite3.connect(directory / CATALOGUE)
     database.execute("PRAGMA user_version = 9")
     database.close()
     code, _, error = kvgraft("segments", "list", "--dir", directory)
     assert (code, error) == (2, f"kvgraft: the catalogue of {directory} cannot be used: schema 9, expected 1\n")
-    (directory / NAME).write_bytes(b"nonsense" * 1000)
+    (directory / CATALOGUE).write_bytes(b"nonsense" * 1000)
     assert "file is not a database" in kvgraft("segments", "list", "--dir", directory)[2]
 
 

@@ -1,5 +1,7 @@
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +23,9 @@ from chunks import (
     put,
 )
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.store import Chunk, SegmentStore, files
+from kvgraft.segments.store import Chunk, Register, SegmentStore, files
 from kvgraft.segments.store import register as register_module
+from kvgraft.segments.store.memory import MemoryTier
 
 ROOM = 1 << 24
 
@@ -400,6 +403,32 @@ def test_accounts_are_right_after_any_sequence_of_operations(tmp_path, seed):
     store.close()
 
 
+def test_accounts_are_right_after_threads_have_used_a_store_together(tmp_path):
+    pool = [make_chunk(n, scope=(SCOPE, OTHER_SCOPE)[n % 2], num_blocks=1 + n % 5) for n in range(24)]
+    store = open_store(tmp_path, ram_bytes=5 * NBYTES, disk_bytes=9 * FILE, quota=0.6)
+
+    def use(seed):
+        rng, num_held = np.random.default_rng(seed), 0
+        for _ in range(100):
+            chunk, action = pool[rng.integers(len(pool))], rng.random()
+            if action < 0.6:
+                store.put(chunk, make_payload(chunk))
+            elif action < 0.9:
+                num_held += holds(store, chunk)
+            else:
+                with suppress(KeyError):
+                    store.drop(chunk.key)
+        return num_held
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(use, range(4))) > 20
+    store.flush()
+    check_accounts(store, tmp_path)
+    assert all(holds(store, chunk) for chunk in pool if chunk.key in store)
+    assert not store.counts.keys() & {"missing", "damaged", "foreign", "write_failed", "catalogue_failed"}
+    store.close()
+
+
 def test_the_number_of_a_block_that_is_gone_names_no_other(monkeypatch):
     monkeypatch.setattr(register_module, "_RESTING", 1)
     store, first = open_store(), make_chunk(0)
@@ -445,6 +474,54 @@ def test_put_does_not_wait_for_the_disk_and_what_waits_can_be_fetched(tmp_path, 
     held_up[1].set()
     store.flush()
     assert len(list(tmp_path.glob("??/*.safetensors"))) == 3
+    store.close()
+
+
+def is_held(lock):
+    """Whether a thread other than a new one would wait for a lock."""
+    with ThreadPoolExecutor(1) as other:
+        free = other.submit(lambda: lock.acquire(blocking=False) and (lock.release() or True)).result()
+    return not free
+
+
+def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeypatch):
+    store, held = open_store(tmp_path), {}
+
+    def note(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*given):
+            held.setdefault(f"{owner.__name__}.{name}", set()).add((is_held(store._lock), is_held(store._disk._lock)))
+            return original(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((Register, "add"), (Register, "find"), (MemoryTier, "put"), (files.PayloadFiles, "read")):
+        note(owner, name)
+    put(store, make_chunk(1))
+    store.flush()
+    store._memory.remove(make_chunk(1).key)
+    assert holds(store, make_chunk(1))
+    alone, both = {(True, False)}, {(True, True)}
+    assert held == {
+        "Register.add": alone, "Register.find": alone, "MemoryTier.put": alone, "PayloadFiles.read": both
+    }  # fmt: skip
+    store.close()
+
+
+def test_nobody_waits_while_a_file_is_written_and_the_writer_needs_nothing_of_the_store(tmp_path, held_up):
+    reached, go = held_up
+    store = open_store(tmp_path, disk_bytes=2 * FILE)
+    put(store, *map(make_chunk, range(4)))
+    assert reached.wait(60)
+    assert not is_held(store._lock)
+    assert not is_held(store._disk._lock)
+    with store._lock:
+        go.set()
+        flush = threading.Thread(target=store._disk.flush, daemon=True)  # which evicts, too
+        flush.start()
+        flush.join(60)
+        assert not flush.is_alive()
     store.close()
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from chunks import FILE, NBYTES, SCOPE, SIZE, file_of, holds, look, make_chunk, make_payload, put, put_many, share
 from kvgraft.segments.store import SegmentStore, StoreDirectory, files
-from kvgraft.segments.store.catalogue import NAME, Catalogue, CatalogueDamaged
+from kvgraft.segments.store.catalogue import Catalogue, CatalogueDamaged
+from kvgraft.segments.store.files import CATALOGUE
 
 ROOM = 1 << 24
 SEEDS = range(6)
@@ -91,7 +92,7 @@ def test_a_file_that_the_catalogue_vouches_for_must_still_be_of_the_chunk(direct
     else:
         path.write_bytes(b"no safetensors" * 100)
     data = path.read_bytes()
-    with closing(sqlite3.connect(directory / NAME)) as database, database:
+    with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
         values = (len(data), files.digest_of(data), make_chunk(5).key)
         database.execute("UPDATE chunks SET num_bytes = ?, digest = ? WHERE key = ?", values)
     check_lost(directory, [5], "damaged" if content == "no safetensors" else "foreign")
@@ -103,7 +104,7 @@ def metadata_of(data):
 
 
 def test_a_row_that_says_something_else_is_foreign(directory):
-    with closing(sqlite3.connect(directory / NAME)) as database, database:
+    with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
         ((record,),) = database.execute("SELECT record FROM chunks WHERE key = ?", (make_chunk(2).key,))
         changed = record.replace(b'"source":2,', b'"source":7,')
         assert changed != record
@@ -113,7 +114,7 @@ def test_a_row_that_says_something_else_is_foreign(directory):
 
 @pytest.mark.parametrize("record", [b"", b"{}", b"\xff\x00", b"other chunk"])
 def test_rows_that_are_damaged_are_removed(directory, record):
-    with closing(sqlite3.connect(directory / NAME)) as database, database:
+    with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
         if record == b"other chunk":
             ((record,),) = database.execute("SELECT record FROM chunks WHERE key = ?", (make_chunk(1).key,))
         database.execute("UPDATE chunks SET record = ? WHERE key = ?", (record, make_chunk(2).key))
@@ -156,7 +157,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_catalogue_is_moved_aside(directory, kind, caplog):
-    path = directory / NAME
+    path = directory / CATALOGUE
     if kind == "another schema":
         with closing(sqlite3.connect(path)) as database, database:
             database.execute("PRAGMA user_version = 77")
@@ -175,7 +176,7 @@ def test_a_damaged_catalogue_is_moved_aside(directory, kind, caplog):
 
 def test_a_damaged_catalogue_that_others_use_is_refused(directory):
     with open_store(directory):
-        (directory / NAME).write_bytes(b"no database" * 1000)
+        (directory / CATALOGUE).write_bytes(b"no database" * 1000)
         with pytest.raises(CatalogueDamaged, match="not a database"):
             open_store(directory)
         assert not list(directory.glob("catalogue.damaged*"))
@@ -252,7 +253,7 @@ def test_a_catalogue_that_fails_costs_only_the_disk(tmp_path, monkeypatch):
 
 def test_a_commit_that_fails_leaves_no_file(tmp_path):
     with open_store(tmp_path, ram_bytes=ROOM) as store:
-        with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as database:
+        with closing(sqlite3.connect(tmp_path / CATALOGUE, isolation_level=None)) as database:
             database.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
             database.execute("CREATE TABLE children (id REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
             database.execute("CREATE TRIGGER t AFTER INSERT ON chunks BEGIN INSERT INTO children VALUES (5); END")
@@ -434,7 +435,7 @@ def test_the_first_of_two_processes_with_the_same_chunk_wins(tmp_path):
     first, second = open_store(tmp_path), open_store(tmp_path)
     chunk = make_chunk(1)
     theirs = {name: tensor + 1 for name, tensor in make_payload(chunk).items()}
-    with second._lock:  # so that its writer waits
+    with second._disk._lock:  # so that its writer waits
         assert second.put(chunk, theirs)
         blocks = second.prefix(chunk.chains, SCOPE)
         put(first, chunk)
@@ -495,7 +496,7 @@ def test_an_operator_lists_shows_pins_and_drops(directory):
 def test_an_operator_finds_and_removes_what_is_bad(directory):
     file_of(directory, make_chunk(1)).unlink()
     file_of(directory, make_chunk(2)).write_bytes(b"rubbish")
-    with closing(sqlite3.connect(directory / NAME)) as database, database:
+    with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
         database.execute("UPDATE chunks SET record = 'rubbish' WHERE key = ?", (make_chunk(4).key,))
     told = []
     with StoreDirectory(directory) as kept:

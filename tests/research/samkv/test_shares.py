@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from research.samkv.shares import app
 from typer.testing import CliRunner
 
 from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import ROWS, Row
+from research.samkv.shares import app
 
 
 def write(directory: Path, policy: str, scores: list[float]) -> str:

@@ -27,9 +27,6 @@ class Budget:
     def __contains__(self, key: bytes) -> bool:
         return key in self._scopes
 
-    def __len__(self) -> int:
-        return len(self._scopes)
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -1,16 +1,17 @@
-"""The catalogue of the disk tier: a table of chunks in SQLite, which several processes may use at once."""
+"""The catalogue of the disk tier: a table of chunks in SQLite, which several processes may use, and their files."""
 
-import os
+import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.chunk import Record
+from kvgraft.segments.store.files import CATALOGUE, DIGEST_BYTES, PayloadFiles, make_private_file, move_aside
 
-DIGEST_BYTES = 32
-NAME = "catalogue.sqlite"
 _SCHEMA = 1
 _PATIENCE = 30.0  # seconds to wait for other writers
 _TABLE = """
@@ -27,6 +28,7 @@ CREATE TABLE chunks (
 _INDEX = "CREATE INDEX pins ON chunks (pinned)"  # covers what `pins` asks for
 _SELECT = "SELECT id, key, record, num_bytes, digest, pinned, created, used FROM chunks"
 _DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+logger = logging.getLogger("kvgraft")
 
 
 class CatalogueDamaged(OSError):
@@ -59,30 +61,41 @@ class Row:
 
 
 class Catalogue:
-    """One connection to the table of chunks. For one thread at a time.
+    """One connection to the table of chunks, and their files. For one thread at a time.
+
+    Row and file come and go in one transaction, so a process that is killed leaves whole chunks, and rubbish that
+    `clean` removes: a temporary file, an orphan (a file without a row), or a row whose file is missing.
 
     Args:
-        path: its file, made if it does not exist.
-        check: look through the whole file for damage.
+        files: the catalogue lies beside them, and is made if it does not exist.
+        check: look through the whole table for damage.
 
     Raises:
         CatalogueDamaged: it is no database, a damaged one, or of another schema.
         sqlite3.OperationalError: it cannot be opened now.
     """
 
-    def __init__(self, path: Path, *, check: bool = False) -> None:
-        _make_private(path)
+    def __init__(self, files: PayloadFiles, *, check: bool = False) -> None:
+        self._files, path = files, files.directory / CATALOGUE
+        make_private_file(path)
         self._database = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         try:
             self._open(check)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, CatalogueDamaged) as error:
             self._database.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
                 raise CatalogueDamaged(f"{path}: {error}") from error
             raise
-        except CatalogueDamaged:
-            self._database.close()
-            raise
+
+    @classmethod
+    def checked(cls, files: PayloadFiles) -> tuple["Catalogue", int]:
+        """For who is alone with the directory: a damaged catalogue is moved aside; how many were."""
+        try:
+            return cls(files, check=True), 0
+        except CatalogueDamaged as error:
+            aside = move_aside(files.directory / CATALOGUE)
+            logger.warning("segment store: a damaged catalogue is now %s: %s", aside, error)
+            return cls(files), 1
 
     def rows(self, after: int = 0) -> tuple[list[Row], list[tuple[int, bytes]]]:
         """Rows with a greater id, least recently used first; and (id, key) of those that are damaged."""
@@ -105,43 +118,59 @@ class Catalogue:
         """A number that changes whenever another connection has written."""
         return self._database.execute("PRAGMA data_version").fetchone()[0]
 
-    def insert(self, row: Row, publish: Callable[[], None], retract: Callable[[], None]) -> Row:
-        """Add a chunk and publish its file, unless another process has added it; returns the row that is there then.
+    def insert(self, row: Row, data: bytes) -> Row:
+        """Add a chunk, unless another process has added it; returns the row that is there then.
 
-        Nobody else publishes, adds or removes anything meanwhile. A process that ends here leaves at most the file.
+        Its file is written under a temporary name, down to the disk. Then, while nobody else adds or removes anything,
+        the row is inserted, the file gets its name, the row is committed.
         """
-        with self._writing():
-            if (other := self.get(row.key)) is not None:
-                return other
-            values = (row.key, row.record.encode(), row.num_bytes, row.digest, row.pinned, row.created, row.used)
-            cursor = self._database.execute(
-                "INSERT OR REPLACE INTO chunks (key, record, num_bytes, digest, pinned, created, used)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                values,
-            )
-            try:
-                publish()
-                self._database.execute("COMMIT")
-            except BaseException:
-                retract()
-                raise
+        temporary = self._files.write(row.key, data)
+        try:
+            with self._writing():
+                if (other := self.get(row.key)) is not None:
+                    return other
+                values = (row.key, row.record.encode(), row.num_bytes, row.digest, row.pinned, row.created, row.used)
+                cursor = self._database.execute(
+                    "INSERT OR REPLACE INTO chunks (key, record, num_bytes, digest, pinned, created, used)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    values,
+                )
+                try:
+                    self._files.publish(temporary, row.key)
+                    self._database.execute("COMMIT")
+                except BaseException:
+                    self._files.remove(row.key)
+                    raise
+        finally:
+            temporary.unlink(missing_ok=True)
         return replace(row, id=cursor.lastrowid or 0)
 
-    def remove(self, chunks: Iterable[tuple[bytes, bytes | None]], unlink: Callable[[bytes], None]) -> int:
-        """Remove chunks and their files, by key and digest (None: any). Returns how many rows there were."""
+    def remove(self, chunks: Iterable[tuple[bytes, bytes | None]]) -> int:
+        """Remove chunks, by key and digest (None: any): row, file, and the commit last. How many rows there were."""
         num_removed = 0
         with self._writing():
             for key, digest in chunks:
                 command = "DELETE FROM chunks WHERE key = ? AND (? IS NULL OR digest = ?)"
                 removed = self._database.execute(command, (key, digest, digest)).rowcount
                 if removed or digest is None:
-                    unlink(key)
+                    self._files.remove(key)
                 num_removed += removed
         return num_removed
 
-    def remove_rows(self, keys: Iterable[bytes]) -> None:
-        """Remove rows, whatever their files."""
-        self.remove([(key, None) for key in keys], lambda key: None)
+    def clean(self) -> Counter[str]:
+        """Remove what a process that was killed has left; nobody else may be using the directory.
+
+        Returns:
+            How many "temporaries", "orphans" and "missing" files there were.
+        """
+        present, temporaries = self._files.scan()
+        held = self.chunk_keys()
+        for temporary in temporaries:
+            temporary.unlink()
+        for key in present - held:
+            self._files.remove(key)
+        self.remove((key, None) for key in held - present)
+        return +Counter(temporaries=len(temporaries), orphans=len(present - held), missing=len(held - present))
 
     def set_pinned(self, key: bytes, pinned: bool) -> None:
         """Note that a chunk is to stay, or no longer."""
@@ -198,6 +227,21 @@ class Catalogue:
                 self._database.execute("ROLLBACK")
 
 
+def within(budget: Budget, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """What of the chunks on disk fits into an empty budget, and the others.
+
+    Args:
+        rows: least recently used first. Pinned ones fit always.
+    """
+    for row in sorted(rows, key=lambda row: not row.pinned):
+        scope = row.record.chunk.scope
+        if row.pinned:
+            budget.hold(row.key, scope, row.num_bytes, pinned=True)
+        else:
+            budget.add(row.key, scope, row.num_bytes)
+    return [row for row in rows if row.key in budget], [row for row in rows if row.key not in budget]
+
+
 def check_is_ours(path: Path) -> None:
     """Look at a catalogue without changing anything in its directory. CatalogueDamaged if it is none of this schema."""
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=_PATIENCE, uri=True)
@@ -211,22 +255,3 @@ def check_is_ours(path: Path) -> None:
         database.close()
     if schema != _SCHEMA:
         raise CatalogueDamaged(f"schema {schema}, expected {_SCHEMA}")
-
-
-def _make_private(path: Path) -> None:
-    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so much as opened: to
-    close it would end all locks that this process has on it, so that another one could take SQLite's log from us."""
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-
-
-def move_aside(path: Path) -> Path:
-    """Rename a catalogue, with the files SQLite keeps beside it, to the first free `catalogue.damaged-N`."""
-    number = 1
-    while (aside := path.with_name(f"catalogue.damaged-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    for suffix in ("-wal", "-shm"):
-        if (beside := path.with_name(path.name + suffix)).exists():
-            beside.rename(aside.with_name(aside.name + suffix))
-    return aside

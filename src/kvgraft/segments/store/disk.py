@@ -1,22 +1,22 @@
 """The tier on disk: payload files, their catalogue, and a thread that writes them. Others may use the directory too."""
 
 import contextlib
+import enum
 import logging
 import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import NAME, Catalogue, Row
+from kvgraft.segments.store.catalogue import Catalogue, Row, within
 from kvgraft.segments.store.chunk import Record, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
-from kvgraft.segments.store.upkeep import clean, open_catalogue, within
 from kvgraft.segments.store.writer import Writer
 
 if TYPE_CHECKING:
@@ -26,113 +26,158 @@ _NOTED_USES = 64  # that are written together
 logger = logging.getLogger("kvgraft")
 
 
-class Owner(Protocol):
-    """What the disk tier tells the store, under the lock that both share."""
+class Gone(enum.Enum):
+    """How a chunk left the disk without `remove`."""
 
-    counts: Counter[str]
-
-    def appeared(self, record: Record) -> None:
-        """A chunk is on disk that this process has not put there; what it had of that key is void."""
-
-    def left(self, key: bytes) -> None:
-        """A chunk is no longer on disk."""
-
-    def removed(self, key: bytes) -> None:
-        """A chunk was removed by another process; it is not to be served from anywhere."""
+    EVICTED = enum.auto()  # for another one, or it could not be written: other tiers may have it
+    REMOVED = enum.auto()  # by another process: it is not to be served from anywhere
 
 
 class DiskTier:
-    """Chunks on disk, within a budget. All methods but `flush`, `close` and the writer's own need `lock` to be held.
+    """Chunks in a directory, within a budget. What is put waits in memory until the writer's thread has written it.
+
+    `_lock` guards all that this process knows of the directory. It is held while a payload is read, so that nobody here
+    removes it meanwhile, and never while the writer's thread changes the directory (with `_catalogue`, its own).
 
     Args:
         directory: private to this user; several processes may use it.
-        owner: told of what comes and goes, from the start on.
 
     Raises:
         OSError, sqlite3.Error: the directory cannot be used; the message says why.
     """
 
-    def __init__(
-        self, directory: Path, budget: Budget, max_backlog_bytes: int, lock: threading.RLock, owner: Owner
-    ) -> None:
+    hits = "disk_hits"
+
+    def __init__(self, directory: Path, budget: Budget, max_backlog_bytes: int) -> None:
         self.budget = budget
-        self.rows: dict[bytes, Row] = {}  # on disk, as far as this process knows
-        self._lock, self._owner = lock, owner
-        self._pending: dict[bytes, dict[str, Tensor]] = {}  # to be written
-        self._leaving: set[bytes] = set()  # digests of what is to be removed from the directory
+        self.rows: dict[bytes, Row] = {}  # written, or being written, as far as this process knows
+        self._lock = threading.RLock()
+        self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
+        self._leaving: set[tuple[bytes, bytes | None]] = set()  # key and digest (None: any) of what is to be removed
         self._used: dict[bytes, float] = {}  # to be noted
+        self._news: dict[bytes, Record | Gone] = {}  # what `poll` tells next
         self._last_id = 0
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
-        self._directory_lock = DirectoryLock(self._files.directory)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._directory_lock.close)
-            path, is_alone = self._files.directory / NAME, self._directory_lock.try_alone()
-            self._catalogue, damaged = open_catalogue(path, is_alone=is_alone)  # the writer's
-            undo.callback(self._catalogue.close)
-            owner.counts += Counter({"catalogue_damaged": damaged})
-            if is_alone:
-                owner.counts += clean(self._catalogue, self._files)
-                self._directory_lock.share()
-            self._reader = Catalogue(path)
-            undo.callback(self._reader.close)
-            self._read_version, self._synced_version = self._reader.version(), self._catalogue.version()
-            self._writer = Writer(max_backlog_bytes)
-            undo.callback(self._writer.close)
+        with contextlib.ExitStack() as opened:
+            directory_lock = opened.enter_context(contextlib.closing(DirectoryLock(self._files.directory)))
+            is_alone = directory_lock.try_alone()
+            self._catalogue, damaged = Catalogue.checked(self._files) if is_alone else (Catalogue(self._files), 0)
+            opened.callback(self._catalogue.close)
+            self._counts = Counter(catalogue_damaged=damaged) + (self._catalogue.clean() if is_alone else Counter())
+            directory_lock.share()
+            self._reader = opened.enter_context(contextlib.closing(Catalogue(self._files)))
+            self._writer = opened.enter_context(contextlib.closing(Writer(max_backlog_bytes)))
             self._load()
-            undo.pop_all()
+            self._opened = opened.pop_all()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self.rows or key in self._pending
+        with self._lock:
+            return key in self.rows or key in self._waiting
 
-    def offer(self, record: Record, stored: dict[str, "Tensor"]) -> str | None:
-        """Write a chunk some time; the reason why not ("too_large", "backlog"), or None."""
-        if not self.budget.fits(nbytes(stored)):
-            return "too_large"
-        if not self._writer.submit(partial(self._write, record, stored), nbytes(stored)):
-            return "backlog"
-        self._pending[record.key] = stored
-        return None
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, as far as this process knows."""
+        with self._lock:
+            return self.budget.nbytes
 
-    def read(self, key: bytes) -> dict[str, "Tensor"]:
-        """The stored tensors of a chunk that is here.
+    @property
+    def counts(self) -> Counter[str]:
+        """What was found, refused, could not be used, or failed."""
+        with self._lock:
+            return self._counts.copy()
 
-        Raises:
-            BadPayload: its file cannot be used. The chunk is here no longer then.
-        """
-        self.touch(key)
-        if key in self._pending:
-            return self._pending[key]
-        row = self.rows[key]
-        try:
-            return self._files.read(row.record, row.num_bytes, row.digest)
-        except BadPayload as bad:
-            reason = bad.reason if self._is_current(row) else "missing"
-            self._remove(key)
-            raise BadPayload(reason) from bad
+    def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
+        """Write a chunk soon; what must go for it goes then (`poll`). None, and counted, if it will not be written."""
+        with self._lock:
+            if not self.budget.fits(nbytes(stored)):
+                self._counts["too_large"] += 1
+            elif not self._writer.submit(partial(self._write, record, stored), nbytes(stored)):
+                self._counts["backlog"] += 1
+            else:
+                self._waiting[record.key] = record, stored
+                self._news.pop(record.key, None)
+                return []
+            return None
+
+    def get(self, record: Record) -> "dict[str, Tensor] | None":
+        """The stored tensors, if this very chunk is here. One whose file cannot be used is counted, and leaves."""
+        with self._lock:
+            if self._waits(record):
+                return self._waiting[record.key][1]
+            row = self.rows.get(record.key)
+            if row is None or row.record is not record:
+                return None
+            try:
+                return self._files.read(record, row.num_bytes, row.digest)
+            except BadPayload as bad:
+                self._counts[bad.reason if self._is_current(row) else "missing"] += 1
+                self.remove(record.key)
+                return None
 
     def touch(self, key: bytes) -> None:
-        """Note that a chunk was used."""
-        self.budget.touch(key)
-        self._used[key] = time.time()
-        if len(self._used) == _NOTED_USES:
-            self._writer.submit(self._note_used)
-
-    def drop(self, key: bytes) -> None:
-        """Remove a chunk, if it is here."""
-        if key in self:
-            self._remove(key)
+        """Note that a chunk was used; one that is not here is no error."""
+        with self._lock:
+            if key in self:
+                self.budget.touch(key)
+                self._used[key] = time.time()
+                if len(self._used) == _NOTED_USES:
+                    self._writer.submit(self._note_used)
 
     def pin(self, key: bytes, pinned: bool) -> None:
         """Whether a chunk that is here, and written, is never evicted."""
-        self.budget.pin(key, pinned)
-        self.rows[key] = replace(self.rows[key], pinned=pinned)
-        self._writer.submit(partial(self._attempt, partial(self._catalogue.set_pinned, key, pinned)))
+        with self._lock:
+            self.budget.pin(key, pinned)
+            self.rows[key] = replace(self.rows[key], pinned=pinned)
+            self._writer.submit(lambda: self._attempt(self._catalogue.set_pinned, key, pinned))
 
-    def poll(self) -> None:
-        """Take notice of what other processes have written; the first failure is the last attempt."""
-        if not self._polls:
-            return
+    def remove(self, key: bytes) -> None:
+        """Forget a chunk now, and remove its row and file soon; one that is not here is no error."""
+        with self._lock:
+            self._news.pop(key, None)
+            self._let_go(key)
+            if self._leaving:
+                self._writer.submit(self._erase)
+
+    def poll(self, *, others: bool = True) -> dict[bytes, Record | Gone]:
+        """What has come and gone since the last call, but for `put` and `remove`: by key how it went, or the record of
+        what another process has put here; whatever was known of that key is void.
+
+        Args:
+            others: look what other processes have put here since.
+        """
+        with self._lock:
+            if others and self._polls:
+                self._take_up()
+            news, self._news = self._news, {}
+            return news
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self._writer.submit(self._note_used)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write everything, then let the directory go."""
+        self.flush()
+        self._opened.close()
+
+    # What follows needs the lock to be held.
+
+    def _load(self) -> None:
+        """Take up what the directory holds, as far as the budget goes."""
+        self._read_version, self._synced_version = self._reader.version(), self._catalogue.version()
+        rows, damaged = self._reader.rows()
+        self._last_id = max([row.id for row in rows] + [id for id, _ in damaged], default=0)
+        kept, unwanted = within(self.budget, rows)
+        self._counts += Counter(damaged=len(damaged), evicted=len(unwanted))
+        self.rows = {row.key: row for row in kept}
+        self._news = {row.key: row.record for row in kept}
+        self._leaving = {(row.key, row.digest) for row in unwanted} | {(key, None) for _, key in damaged}
+        self._writer.submit(self._erase)
+
+    def _take_up(self) -> None:
+        """Take up what other processes have written; the first failure is the last attempt."""
         try:
             version = self._reader.version()
             if version == self._read_version:
@@ -145,55 +190,32 @@ class DiskTier:
         self._read_version = version
         for row in rows:
             self._last_id = max(self._last_id, row.id)
-            if row.digest not in self._leaving:
+            if (row.key, row.digest) not in self._leaving:
                 self._adopt(row)
-        self._writer.submit(partial(self._attempt, self._sync))
-
-    def flush(self) -> None:
-        """Wait until everything is written."""
-        self._writer.submit(self._note_used)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write everything, then let the directory go."""
-        self.flush()
-        self._writer.close()
-        for closable in (self._reader, self._catalogue, self._directory_lock):
-            closable.close()
-
-    def _load(self) -> None:
-        """Take up what the directory holds, as far as the budget goes."""
-        rows, damaged = self._reader.rows()
-        self._last_id = max([row.id for row in rows] + [id for id, _ in damaged], default=0)
-        kept, unwanted = within(self.budget, rows)
-        self._owner.counts += Counter(damaged=len(damaged), evicted=len(unwanted))
-        self._leaving |= {row.digest for row in unwanted}
-        leaving = [(row.key, row.digest) for row in unwanted]
-        self._writer.submit(partial(self._erase, leaving + [(key, None) for _, key in damaged]))
-        for row in kept:
-            self.rows[row.key] = row
-            self._owner.appeared(row.record)
+        self._writer.submit(lambda: self._attempt(self._sync))
 
     def _adopt(self, row: Row) -> None:
-        """Take up a row that was read, unless it is one of ours."""
+        """Take up a row that is in the catalogue; it is news unless it is one of ours."""
         known = self.rows.get(row.key)
         if known is not None and known.digest == row.digest:
             self.rows[row.key] = replace(known, id=row.id)
             return
-        self._pending.pop(row.key, None)
+        self._waiting.pop(row.key, None)
         self.budget.hold(row.key, row.record.chunk.scope, row.num_bytes, pinned=row.pinned)
         self.rows[row.key] = row
-        self._owner.appeared(row.record)
+        self._news[row.key] = row.record
 
-    def _remove(self, key: bytes) -> None:
-        """Forget a chunk now, and remove its row and file soon."""
+    def _waits(self, record: Record) -> bool:
+        """Whether this very record, not another one of its key, is to be written."""
+        return self._waiting.get(record.key, (None,))[0] is record
+
+    def _let_go(self, key: bytes) -> None:
+        """Forget a chunk; it is leaving if it is written, or just being written."""
         if (row := self._forget(key)) is not None:
-            self._leaving.add(row.digest)
-            self._writer.submit(partial(self._erase, [(key, row.digest)]))
+            self._leaving.add((key, row.digest))
 
     def _forget(self, key: bytes) -> Row | None:
-        """Forget a chunk; returns its row if it is on disk, or just being written."""
-        self._pending.pop(key, None)
+        self._waiting.pop(key, None)
         self._used.pop(key, None)
         self.budget.remove(key)
         return self.rows.pop(key, None)
@@ -207,68 +229,64 @@ class DiskTier:
         return now is not None and now.digest == row.digest
 
     def _failed(self, reason: str, error: Exception) -> None:
-        self._owner.counts[reason] += 1
+        self._counts[reason] += 1
         logger.warning("segment store, %s: %s: %s", self._files.directory, reason, error)
 
     # What follows is done by the writer's thread.
 
     def _write(self, record: Record, stored: dict[str, "Tensor"]) -> None:
-        """Write a chunk, unless it was dropped; if that fails it may be in memory still."""
+        """Write a chunk, unless it was dropped. What fails costs only the disk."""
         try:
-            self._write_now(record, stored)
+            data, now = encode(record, stored), time.time()
+            row = Row(0, record, len(data), digest_of(data), False, now, now)
+            if not self._make_room(row):
+                return
+            self._erase()
+            held = self._catalogue.insert(row, data)
+            with self._lock:
+                if self._waits(record):  # or it was dropped meanwhile, and is leaving
+                    del self._waiting[record.key]
+                    self._adopt(held)
         except Exception as error:
             with self._lock:
                 self._failed("write_failed", error)
-                if self._pending.get(record.key) is stored:
-                    self._abandon(record.key)
+                self._give_up(record)
 
-    def _write_now(self, record: Record, stored: dict[str, "Tensor"]) -> None:
-        """Make room, write the file, then the row."""
-        data, now = encode(record, stored), time.time()
-        row = Row(0, record, len(data), digest_of(data), False, now, now)
+    def _make_room(self, row: Row) -> bool:
+        """Account for a chunk that is about to be written; False if it waits no longer, or there is no room."""
         with self._lock:
-            if self._pending.get(row.key) is not stored:
-                return
-            victims = self.budget.add(row.key, record.chunk.scope, row.num_bytes)
-            if victims is None:
-                self._owner.counts["too_large"] += 1
-                self._abandon(row.key)
-                return
-            leaving = [(key, victim.digest) for key in victims if (victim := self._forget(key))]
-            self._leaving |= {digest for _, digest in leaving}
-            for key in victims:
-                self._owner.left(key)
+            if not self._waits(row.record):
+                return False
+            evicted = self.budget.add(row.key, row.record.chunk.scope, row.num_bytes)
+            if evicted is None:
+                self._counts["too_large"] += 1
+                self._give_up(row.record)
+                return False
+            for key in evicted:
+                self._let_go(key)
+                self._news[key] = Gone.EVICTED
             self.rows[row.key] = row
-        self._erase(leaving)
-        held = self._publish(row, data)
+            return True
+
+    def _give_up(self, record: Record) -> None:
+        """A chunk that still waits will not be written. The lock is held."""
+        if self._waits(record):
+            self._forget(record.key)
+            self._news[record.key] = Gone.EVICTED
+
+    def _erase(self) -> None:
+        """Remove rows and files of what is leaving, unless others have replaced them."""
         with self._lock:
-            if self._pending.get(row.key) is stored:
-                del self._pending[row.key]
-                self._adopt(held)
-
-    def _publish(self, row: Row, data: bytes) -> Row:
-        temporary = self._files.write(row.key, data)
-        try:
-            publish, retract = partial(self._files.publish, temporary, row.key), partial(self._files.remove, row.key)
-            return self._catalogue.insert(row, publish, retract)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _abandon(self, key: bytes) -> None:
-        self._forget(key)
-        self._owner.left(key)
-
-    def _erase(self, chunks: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """Remove rows and files of chunks that are forgotten already, unless others have replaced them."""
-        if chunks:
-            self._attempt(lambda: self._catalogue.remove(chunks, self._files.remove))
+            leaving = self._leaving.copy()
+        if leaving:
+            self._attempt(self._catalogue.remove, leaving)
         with self._lock:
-            self._leaving -= {digest for _, digest in chunks if digest}
+            self._leaving -= leaving
 
-    def _attempt(self, change: Callable[[], object]) -> None:
+    def _attempt(self, change: Callable[..., object], *given: object) -> None:
         """Change the catalogue; what fails is counted, and mended when the directory is next opened."""
         try:
-            change()
+            change(*given)
         except (OSError, sqlite3.Error) as error:
             with self._lock:
                 self._failed("catalogue_failed", error)
@@ -277,7 +295,7 @@ class DiskTier:
         with self._lock:
             used, self._used = self._used, {}
         if used:
-            self._attempt(partial(self._catalogue.set_used, used))
+            self._attempt(self._catalogue.set_used, used)
 
     def _sync(self) -> None:
         """Take notice of what other processes have removed or pinned."""
@@ -290,7 +308,7 @@ class DiskTier:
             for key, row in list(self.rows.items()):
                 if row.id and row.id not in pins:
                     self._forget(key)
-                    self._owner.removed(key)
+                    self._news[key] = Gone.REMOVED
                 elif row.id and pins[row.id] != row.pinned:
                     self.budget.pin(key, pins[row.id])
                     self.rows[key] = replace(row, pinned=pins[row.id])

@@ -4,6 +4,7 @@ import fcntl
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from kvgraft.segments.store.chunk import KEY_BYTES, Payload, Record, specs
 if TYPE_CHECKING:
     from torch import Tensor
 
+CATALOGUE, LOCK = "catalogue.sqlite", "lock"
+DIGEST_BYTES = 32
 _METADATA = "kvgraft"  # of the file: the record, as JSON
 _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
 
@@ -29,7 +32,7 @@ class BadPayload(Exception):
 
 
 def digest_of(data: bytes) -> bytes:
-    """BLAKE3, 32 bytes."""
+    """BLAKE3, of DIGEST_BYTES bytes."""
     return blake3(data).digest()
 
 
@@ -40,6 +43,25 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(descriptor)
+
+
+def make_private_file(path: Path) -> None:
+    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so much as opened: to
+    close it would end all locks that this process has on it, so that another one could take SQLite's log from us."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a catalogue, with the files SQLite keeps beside it, to the first free `catalogue.damaged-N`."""
+    number = 1
+    while (aside := path.with_name(f"catalogue.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    for suffix in ("-wal", "-shm"):
+        if (beside := path.with_name(path.name + suffix)).exists():
+            beside.rename(aside.with_name(aside.name + suffix))
+    return aside
 
 
 def private_directory(path: Path) -> Path:
@@ -65,7 +87,7 @@ class DirectoryLock:
     """Says whether this process alone uses a directory. Everyone who uses it holds the lock, shared or not."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_alone(self) -> bool:
         """Keep others out until `share`; False if others use the directory, then it is shared with them."""

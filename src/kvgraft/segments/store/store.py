@@ -14,8 +14,7 @@ from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import CatalogueDamaged
 from kvgraft.segments.store.chunk import Chunk, Payload, Record, StoredBlock
-from kvgraft.segments.store.disk import DiskTier
-from kvgraft.segments.store.files import BadPayload
+from kvgraft.segments.store.disk import DiskTier, Gone
 from kvgraft.segments.store.memory import MemoryTier
 from kvgraft.segments.store.register import Register
 
@@ -29,6 +28,10 @@ class SegmentStore:
     A *block number* names a stored block until the chunk is gone; what is gone is never mistaken for something else.
     Nothing here fails for a reason that lies in stored data or in the disk: the chunk is gone then, and `counts` says
     why.
+
+    `_lock` guards the register, the tier in host memory and what is counted here; the tier on disk has a lock of its
+    own, which is taken under this one and never the other way. Tiers know nothing of the store: they return what had to
+    go, and the store asks the one on disk what has come and gone (`_look_around`). Only the store tells the register.
 
     Args:
         block_size: tokens of a block.
@@ -72,20 +75,20 @@ class SegmentStore:
         self.block_size = block_size
         self.chunk_blocks = chunk_blocks
         self.int8 = int8
-        self.counts: Counter[str] = Counter()
-        self._lock = threading.RLock()
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._closed = False
         self._register = Register(block_size, chunk_blocks, similarity, anchors)
         self._appeared: dict[bytes, Record] = {}  # of what can be found, what nobody has been told yet
         self._memory = MemoryTier(Budget(ram_bytes, quota))
         self._disk: DiskTier | None = None
-        disk_budget = Budget(disk_bytes, quota)
         if directory is not None:
             try:
-                with self._lock:
-                    self._disk = DiskTier(directory, disk_budget, max_backlog_bytes, self._lock, self)
+                self._disk = DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes)
             except (CatalogueDamaged, sqlite3.Error) as error:
                 raise CatalogueDamaged(f"the catalogue of {directory} cannot be used: {error}") from error
+        self._tiers: list[MemoryTier | DiskTier] = [self._memory] if self._disk is None else [self._memory, self._disk]
+        self._look_around()
 
     def __enter__(self) -> "SegmentStore":
         return self
@@ -101,14 +104,21 @@ class SegmentStore:
         return key in self._register
 
     @property
+    def counts(self) -> Counter[str]:
+        """What has happened so far, by the names above."""
+        with self._lock:
+            return self._counts + (self._disk.counts if self._disk else Counter())
+
+    @property
     def ram_nbytes(self) -> int:
         """Bytes of payload in host memory, without those that only wait to be written."""
-        return self._memory.budget.nbytes
+        with self._lock:
+            return self._memory.budget.nbytes
 
     @property
     def disk_nbytes(self) -> int:
         """Bytes of the payload files, as far as this process knows."""
-        return self._disk.budget.nbytes if self._disk else 0
+        return self._disk.nbytes if self._disk else 0
 
     def put(self, chunk: Chunk, payload: Payload) -> bool:
         """Keep a chunk; its file is written later. A known one counts as used, and is written if it was not.
@@ -129,16 +139,13 @@ class SegmentStore:
             self._look_around()
             known = self._register.get(chunk.key)
             if known is not None and (self.int8 or not known.int8):
-                self.counts["known"] += 1
-                self._touch(chunk.key)
-                if self._disk and chunk.key not in self._disk and (held := self._memory.get(chunk.key)) is not None:
-                    self._disk.offer(known, held)  # once more
+                self._put_again(known)
                 return False
         try:
             stored = record.pack(payload)
         except ValueError:
             with self._lock:
-                self.counts["non_finite"] += 1
+                self._counts["non_finite"] += 1
             return False
         with self._lock:
             if known is not None:
@@ -155,7 +162,7 @@ class SegmentStore:
     def touch(self, key: bytes) -> bool:
         """Note that a chunk was used; whether it is known."""
         with self._lock:
-            self._check_open()
+            self._look_around(others=False)
             known = key in self._register
             if known:
                 self._touch(key)
@@ -189,13 +196,13 @@ class SegmentStore:
     def fetch(self, blocks: Sequence[int], scope: bytes) -> list[StoredBlock | None]:
         """The blocks of these numbers, None for each that is gone or of another scope. Each chunk is read once."""
         with self._lock:
-            self._check_open()
+            self._look_around(others=False)
             return self._fetch([self._register.find(block, scope) for block in blocks])
 
     def fetch_from(self, places: Sequence[tuple[bytes, int]]) -> list[StoredBlock | None]:
         """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks."""
         with self._lock:
-            self._check_open()
+            self._look_around(others=False)
             records = [(self._register.get(key), place) for key, place in places]
             return self._fetch([(r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records])
 
@@ -209,10 +216,8 @@ class SegmentStore:
         self.flush()
         with self._lock:
             self._check_known(key)
-            if self._disk and key in self._disk:
-                self._disk.pin(key, pinned)
-            else:
-                self._memory.budget.pin(key, pinned)
+            tier = self._disk if self._disk and key in self._disk else self._memory
+            tier.pin(key, pinned)
         self.flush()
 
     def drop(self, key: bytes) -> None:
@@ -225,45 +230,36 @@ class SegmentStore:
         """Wait until all that was put is written."""
         if self._disk and not self._closed:
             self._disk.flush()
+            with self._lock:
+                self._look_around()
 
     def close(self) -> None:
         """Write all that was put, then let the directory go. Nothing can be put or fetched any more."""
         if not self._closed:
+            self.flush()
             if self._disk:
                 self._disk.close()
             self._closed = True
 
-    def appeared(self, record: Record) -> None:
-        """Told by the disk tier: `Owner.appeared`."""
-        self.removed(record.key)
-        if self._register.can_hold(record.chunk):
-            self._register.add(record)
-            self._appeared[record.key] = record
-        else:
-            self.counts["unusable"] += 1
+    # What follows needs the lock to be held.
 
-    def left(self, key: bytes) -> None:
-        """Told by the disk tier: `Owner.left`."""
-        if key not in self._memory and not (self._disk and key in self._disk):
-            self._forget(key)
-            self.counts["evicted"] += 1
-
-    def removed(self, key: bytes) -> None:
-        """Told by the disk tier: `Owner.removed`."""
-        self._memory.remove(key)
-        self._forget(key)
+    def _put_again(self, known: Record) -> None:
+        """Note that a chunk was put that is known; it is written if it was not."""
+        self._counts["known"] += 1
+        self._touch(known.key)
+        if self._disk and known.key not in self._disk and (stored := self._memory.get(known)) is not None:
+            self._disk.put(known, stored)
 
     def _keep(self, record: Record, stored: dict[str, "Tensor"]) -> bool:
-        refusal = self._disk.offer(record, stored) if self._disk else "too_large"
-        victims = self._memory.put(record.key, record.chunk.scope, stored)
-        if refusal is not None and (self._disk or victims is None):
-            self.counts[refusal] += 1
-        if refusal is not None and victims is None:
+        """Put a chunk into every tier that takes it, then name it; whether one has."""
+        evicted = [tier.put(record, stored) for tier in self._tiers]
+        if all(keys is None for keys in evicted):
+            if self._disk is None:  # which has counted it
+                self._counts["too_large"] += 1
             return False
         self._register.add(record)
-        self.counts["stored"] += 1
-        for key in victims or ():
-            self.left(key)
+        self._counts["stored"] += 1
+        self._left(key for keys in evicted for key in keys or ())
         return True
 
     def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
@@ -280,48 +276,58 @@ class SegmentStore:
 
     def _load(self, record: Record, num_blocks: int) -> "dict[str, Tensor] | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
-        key = record.key
-        self._touch(key)
-        if (stored := self._memory.get(key)) is not None:
-            self.counts["ram_hits"] += num_blocks
-            return stored
-        if self._disk is None or key not in self._disk:
-            return None  # pushed out of host memory by what was loaded just now
-        try:
-            stored = self._disk.read(key)
-        except BadPayload as bad:
-            self.counts[bad.reason] += 1
-            self._forget(key)
-            return None
-        self.counts["disk_hits"] += num_blocks
-        for victim in self._memory.put(key, record.chunk.scope, stored) or ():
-            self.left(victim)
-        return stored
+        self._touch(record.key)
+        for tier in self._tiers:
+            if (stored := tier.get(record)) is not None:
+                self._counts[tier.hits] += num_blocks
+                if tier is not self._memory:
+                    self._left(self._memory.put(record, stored) or ())
+                return stored
+        if not self._holds(record.key):
+            self._forget(record.key)
+        return None
+
+    def _holds(self, key: bytes) -> bool:
+        return any(key in tier for tier in self._tiers)
 
     def _touch(self, key: bytes) -> None:
-        self._memory.budget.touch(key)
-        if self._disk and key in self._disk:
-            self._disk.touch(key)
+        for tier in self._tiers:
+            tier.touch(key)
+
+    def _left(self, keys: Iterable[bytes]) -> None:
+        """These had to leave a tier: they are gone if no other one has them."""
+        for key in keys:
+            if not self._holds(key):
+                self._drop(key)
+                self._counts["evicted"] += 1
 
     def _drop(self, key: bytes) -> None:
-        self.removed(key)
+        self._forget(key)
         if self._disk:
-            self._disk.drop(key)
+            self._disk.remove(key)
 
     def _forget(self, key: bytes) -> None:
+        """Forget a chunk, whatever lies on disk."""
+        self._memory.remove(key)
         self._register.remove(key)
         self._appeared.pop(key, None)
 
-    def _look_around(self) -> None:
-        self._check_open()
-        if self._disk:
-            self._disk.poll()
-
-    def _check_open(self) -> None:
+    def _look_around(self, *, others: bool = True) -> None:
+        """Take notice of what has come to the disk and gone from it, before anything else is done (`DiskTier.poll`)."""
         if self._closed:
             raise ValueError("the segment store is closed")
+        for key, news in self._disk.poll(others=others).items() if self._disk else ():
+            if news is Gone.EVICTED:
+                self._left([key])
+                continue
+            self._forget(key)
+            if isinstance(news, Record) and self._register.can_hold(news.chunk):
+                self._register.add(news)
+                self._appeared[key] = news
+            elif isinstance(news, Record):
+                self._counts["unusable"] += 1
 
     def _check_known(self, key: bytes) -> None:
-        self._check_open()
+        self._look_around(others=False)
         if key not in self._register:
             raise KeyError(f"no stored chunk has the key {key.hex()}")

@@ -1,47 +1,12 @@
-"""A store's directory without a store: how it is opened and cleaned, and what its operator does with the chunks."""
+"""A store's directory without a store: what its operator does with the chunks."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import NAME, Catalogue, CatalogueDamaged, Row, check_is_ours, move_aside
-from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, private_directory
-
-logger = logging.getLogger("kvgraft")
-
-
-def open_catalogue(path: Path, *, is_alone: bool) -> tuple[Catalogue, bool]:
-    """The catalogue, and whether a damaged one had to be moved aside for it.
-
-    Raises:
-        CatalogueDamaged: it is damaged, and other processes use it.
-    """
-    try:
-        return Catalogue(path, check=is_alone), False
-    except CatalogueDamaged as error:
-        if not is_alone:
-            raise
-        logger.warning("segment store: a damaged catalogue is now %s: %s", move_aside(path), error)
-        return Catalogue(path), True
-
-
-def clean(catalogue: Catalogue, files: PayloadFiles) -> Counter[str]:
-    """Remove what a process that was killed has left; nobody else may be using the directory.
-
-    Returns:
-        How many "temporaries", "orphans" (files without a row) and "missing" (rows without a file) there were.
-    """
-    present, temporaries = files.scan()
-    held = catalogue.chunk_keys()
-    for temporary in temporaries:
-        temporary.unlink()
-    for key in present - held:
-        files.remove(key)
-    catalogue.remove_rows(held - present)
-    return +Counter(temporaries=len(temporaries), orphans=len(present - held), missing=len(held - present))
+from kvgraft.segments.store.catalogue import Catalogue, Row, check_is_ours, within
+from kvgraft.segments.store.files import CATALOGUE, BadPayload, DirectoryLock, PayloadFiles, private_directory
 
 
 class StoreDirectory:
@@ -53,14 +18,14 @@ class StoreDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        if not (directory / NAME).is_file():
-            raise FileNotFoundError(f"no segments are stored in {directory}: it has no {NAME}")
+        if not (directory / CATALOGUE).is_file():
+            raise FileNotFoundError(f"no segments are stored in {directory}: it has no {CATALOGUE}")
         self._files = PayloadFiles(private_directory(directory))
-        check_is_ours(self._files.directory / NAME)  # before anything is written there
+        check_is_ours(self._files.directory / CATALOGUE)  # before anything is written there
         self._lock = DirectoryLock(self._files.directory)
         self._lock.share()
         try:
-            self._catalogue = Catalogue(self._files.directory / NAME)
+            self._catalogue = Catalogue(self._files)
         except BaseException:
             self._lock.close()
             raise
@@ -68,9 +33,7 @@ class StoreDirectory:
     def __enter__(self) -> "StoreDirectory":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def list(self, namespace: str | None = None) -> list[Row]:
@@ -104,7 +67,7 @@ class StoreDirectory:
     def drop(self, prefix: str) -> Row:
         """Remove the chunk that `show` shows, which is returned."""
         row = self.show(prefix)
-        self._catalogue.remove([(row.key, None)], self._files.remove)
+        self._catalogue.remove([(row.key, None)])
         return row
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Counter[str]:
@@ -116,13 +79,13 @@ class StoreDirectory:
             How many are "whole", "missing", "damaged" and "foreign".
         """
         rows, damaged = self._catalogue.rows()
-        counts = Counter(damaged=self._catalogue.remove([(key, None) for _, key in damaged], self._files.remove))
+        counts = Counter(damaged=self._catalogue.remove([(key, None) for _, key in damaged]))
         for done, row in enumerate(rows, start=1):
             try:
                 self._files.read(row.record, row.num_bytes, row.digest)
                 counts["whole"] += 1
             except BadPayload as bad:
-                counts[bad.reason] += self._catalogue.remove([(row.key, row.digest)], self._files.remove)
+                counts[bad.reason] += self._catalogue.remove([(row.key, row.digest)])
             progress(done, len(rows))
         return +counts
 
@@ -130,7 +93,7 @@ class StoreDirectory:
         """Remove what killed processes have left, and with a budget the least recently used chunks above it.
 
         Returns:
-            As `clean`, and how many were "evicted".
+            As `Catalogue.clean`, and how many were "evicted".
 
         Raises:
             RuntimeError: another process uses the directory, and may be writing just now.
@@ -138,10 +101,10 @@ class StoreDirectory:
         if not self._lock.try_alone():
             raise RuntimeError(f"{self._files.directory} is in use by another process: stop it first")
         try:
-            counts = clean(self._catalogue, self._files)
+            counts = self._catalogue.clean()
             if disk_bytes is not None:
                 _, victims = within(Budget(disk_bytes, quota), self.list())
-                counts["evicted"] = self._catalogue.remove([(row.key, None) for row in victims], self._files.remove)
+                counts["evicted"] = self._catalogue.remove([(row.key, None) for row in victims])
             return +counts
         finally:
             self._lock.share()
@@ -150,18 +113,3 @@ class StoreDirectory:
         """Use the directory no longer."""
         self._catalogue.close()
         self._lock.close()
-
-
-def within(budget: Budget, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """What of the chunks on disk fits into an empty budget, and the others.
-
-    Args:
-        rows: least recently used first. Pinned ones fit always.
-    """
-    for row in sorted(rows, key=lambda row: not row.pinned):
-        scope = row.record.chunk.scope
-        if row.pinned:
-            budget.hold(row.key, scope, row.num_bytes, pinned=True)
-        else:
-            budget.add(row.key, scope, row.num_bytes)
-    return [row for row in rows if row.key in budget], [row for row in rows if row.key not in budget]
