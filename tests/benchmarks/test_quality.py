@@ -39,6 +39,7 @@ def test_paper_tables_have_a_row_for_each_method():
     assert "| naive reuse | 0.50 ± 0.00 | 1.0 | 0.54 | 19.2 |" in text
     assert "| naive reuse | 0.50 ± 0.00 (0.69) | 0.50 ± 0.00 (0.33) |" in text
     assert "| transitive (ours) | 0.50 ± 0.00 | 1.0 | - | - |" in text
+    assert "10.6x for SparseX (w/ hybrid) and 7.0x for CacheBlend; ours: 1.0x" in text
 
 
 def test_hosts_are_compared_prompt_by_prompt():
