@@ -33,7 +33,8 @@ def test_every_flag_of_the_server_is_documented(setting: str):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_is_documented(metric: str):
-    assert f"| `{metric}` |" in page("operations.md")
+    rows = "\n".join(line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:"))
+    assert f"`{metric}`" in rows
 
 
 def test_the_readme_can_be_read_at_once():
