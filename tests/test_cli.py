@@ -1,11 +1,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
+import kvgraft
+from chunks import SIZE, make_chunk, put
 from kvgraft.cli import app, run
+from kvgraft.segments.store import SegmentStore
 
 DOCUMENT = (
     "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . "
@@ -67,6 +72,53 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         mine.write_text(text)
         assert run(app, ["flow", "explain", str(mine)]) == 2
         assert error in capsys.readouterr().err
+
+
+def imported_by(tmp_path: Path, *command_lines: list[str]) -> set[str]:
+    """Heavy libraries that a process has imported after these command lines, which must succeed."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\nfrom kvgraft.cli import app, run\n"
+        f"codes = [run(app, arguments) for arguments in {list(command_lines)!r}]\n"
+        "print(json.dumps([codes, sorted({'torch', 'transformers', 'vllm', 'matplotlib'} & sys.modules.keys())]))\n"
+    )
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    codes, found = json.loads(ended.stdout.splitlines()[-1])
+    assert codes == [0] * len(command_lines), ended.stderr
+    return set(found)
+
+
+def command_names(group: typer.core.TyperGroup) -> Iterator[list[str]]:
+    yield []
+    for name, command in group.commands.items():
+        deeper = command_names(command) if isinstance(command, typer.core.TyperGroup) else [[]]
+        yield from ([name, *rest] for rest in deeper)
+
+
+def test_help_loads_no_heavy_library(tmp_path: Path):
+    names = [name for name in command_names(typer.main.get_command(app)) if name != ["serve"]]
+    assert len(names) > 20
+    assert ["flow", "list"] in names
+    assert imported_by(tmp_path, *([*name, "--help"] for name in names)) == set()
+
+
+def test_a_stores_directory_is_looked_at_without_torch(tmp_path: Path):
+    with SegmentStore(block_size=SIZE, ram_bytes=0, directory=tmp_path / "store", disk_bytes=1 << 24) as store:
+        put(store, make_chunk(1))
+    where = ["--dir", str(tmp_path / "store")]
+    key = make_chunk(1).key.hex()
+    lines = [["list", *where], ["show", key, *where], ["pin", key, *where], ["gc", *where], ["drop", key, *where]]
+    assert imported_by(tmp_path, *(["segments", *line] for line in lines)) == set()
+
+
+def test_what_a_program_imports_is_there_when_it_is_asked_for(tmp_path: Path):
+    program = "import sys, kvgraft; assert 'torch' not in sys.modules; from kvgraft import *; Engine, Segment, Policy"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert set(kvgraft.__all__) == set(dir(kvgraft))
+    for name in kvgraft.__all__:
+        assert getattr(kvgraft, name) is not None
+    with pytest.raises(AttributeError, match="module 'kvgraft' has no attribute 'Enigne'"):
+        kvgraft.Enigne  # noqa: B018
 
 
 def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixture[str], case: Path):

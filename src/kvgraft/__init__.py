@@ -1,12 +1,23 @@
 """KVGraft: reuse the KV cache of any text a model has already read, at any position, in any order."""
 
-from kvgraft.engine.engine import Engine
-from kvgraft.engine.request import Event, Report, Request, RequestError, Result
-from kvgraft.engine.sampling import SamplingParams
-from kvgraft.prefill.context import Policy
-from kvgraft.segments.prompt import Segment
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvgraft.engine.engine import Engine
+    from kvgraft.engine.request import Event, Report, Request, RequestError, Result
+    from kvgraft.engine.sampling import SamplingParams
+    from kvgraft.prefill.context import Policy
+    from kvgraft.segments.prompt import Segment
 
 __version__ = "0.1.0"
+_MODULES = {
+    "kvgraft.engine.engine": ("Engine",),
+    "kvgraft.engine.request": ("Event", "Report", "Request", "RequestError", "Result"),
+    "kvgraft.engine.sampling": ("SamplingParams",),
+    "kvgraft.prefill.context": ("Policy",),
+    "kvgraft.segments.prompt": ("Segment",),
+}
 
 __all__ = [
     "Engine",
@@ -20,3 +31,15 @@ __all__ = [
     "Segment",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for by name is imported then: torch takes seconds, which no `--help` and no plugin needs."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

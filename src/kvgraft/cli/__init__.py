@@ -1,4 +1,7 @@
-"""The `kvgraft` command: thin wrappers around the engine and the evaluation code."""
+"""The `kvgraft` command: thin wrappers around the engine and the evaluation code.
+
+Commands import what they run when they run: torch and transformers take seconds, which no `--help` needs.
+"""
 
 import sys
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +16,11 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
-from kvgraft.evaluate.agents.conditions import find_conditions
-from kvgraft.evaluate.agents.figures import summarise
-from kvgraft.evaluate.agents.runner import ROWS, Settings, read_rows, run
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
+
+if TYPE_CHECKING:
+    from kvgraft.evaluate.agents.runner import Settings
 
 agents_app = typer.Typer(
     name="agents", help="ReAct agents that reuse what they have read: docs/evaluation.md.", no_args_is_help=True
@@ -57,6 +57,8 @@ def run_agents(
     as_json: JsonOption = False,
 ) -> None:
     """Run episodes under conditions in turn: one line of JSON for each step, and a table."""
+    from kvgraft.evaluate.agents.figures import summarise
+    from kvgraft.evaluate.agents.runner import ROWS, run
     from kvgraft.evaluate.agents.tables import render_figures
 
     settings = _settings(suite, seeds, conditions, variation, approximate_sources, episodes, pages, rounds, sampling)
@@ -110,6 +112,8 @@ def decide(
     """Decide H1 to H4 of cross-query segment reuse from what `run` and `kl` have measured."""
     from kvgraft.engine.config import load_config
     from kvgraft.evaluate.agents import divergence, numerics, verdicts
+    from kvgraft.evaluate.agents.figures import summarise
+    from kvgraft.evaluate.agents.runner import ROWS, read_rows
     from kvgraft.evaluate.agents.tables import render_figures, render_verdicts
 
     rows, measured, config = read_rows(directory), divergence.read_rows(directory), load_config(model)
@@ -152,6 +156,7 @@ def stability(
 ) -> None:
     """How much sampled answers differ from rerun to rerun, with reuse and without."""
     from kvgraft.evaluate.agents.reruns import compare
+    from kvgraft.evaluate.agents.runner import ROWS, run
     from kvgraft.evaluate.agents.tables import render_wavering
 
     if reruns < 2:
@@ -170,7 +175,10 @@ def stability(
 def _settings(
     suite: str, seeds: str, conditions: str, variation: str, approximate_sources: bool, episodes: int, pages: int,
     rounds: int = 1, sampling: str = "greedy",
-) -> Settings:  # fmt: skip
+) -> "Settings":  # fmt: skip
+    from kvgraft.evaluate.agents.conditions import find_conditions
+    from kvgraft.evaluate.agents.runner import Settings
+
     chosen = tuple(replace(one, approximate_sources=approximate_sources) for one in find_conditions(conditions))
     return Settings(_split(suite), _parse_seeds(seeds), chosen, episodes, rounds, _split(variation), sampling, pages)
 

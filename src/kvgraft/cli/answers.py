@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,16 +20,15 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
-from kvgraft.engine.engine import Engine
-from kvgraft.engine.request import Request, Result
-from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate import compare as comparison
-from kvgraft.evaluate import demo as demonstration
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.segments.prompt import parse_markers, render_chat
-from kvgraft.segments.store import StoreOptions
 from kvgraft.testbed import MODEL_DIR
+
+if TYPE_CHECKING:
+    from kvgraft.engine.engine import Engine
+    from kvgraft.engine.request import Request, Result
+    from kvgraft.segments.store import StoreOptions
 
 
 @app.command()
@@ -50,6 +49,9 @@ def demo(
     ] = None,
 ) -> None:
     """RAG, chat and agents under full recomputation, naive reuse, SparseX and transitive; then the server."""
+    from kvgraft.evaluate import demo as demonstration
+    from kvgraft.prefill.policies import parse_policy
+
     policies = ("full", *policy) if policy else demonstration.POLICIES
     for name in policies:
         parse_policy(name)
@@ -95,6 +97,10 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
+    from kvgraft.engine.request import Request
+    from kvgraft.engine.sampling import SamplingParams
+    from kvgraft.prefill.policies import parse_policy
+
     if (prompt is None) == (file is None):
         raise ValueError("give either a prompt or --file")
     parse_policy(policy)
@@ -128,6 +134,8 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
+    from kvgraft.evaluate import compare as comparison
+
     case = comparison.load_case(file)
     settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
@@ -152,6 +160,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """One prompt as an HTML page: every token by how it got its KV, scores by layer, stage times, answers."""
+    from kvgraft.evaluate import compare as comparison
     from kvgraft.evaluate import inspect as inspection
 
     case = comparison.load_case(file)
@@ -184,14 +193,19 @@ def _read_text(path: Path | None) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _store_options(directory: Path | None, size_gib: float | None) -> StoreOptions | None:
+def _store_options(directory: Path | None, size_gib: float | None) -> "StoreOptions | None":
+    from kvgraft.segments.store import StoreOptions
+
     if directory is None and size_gib is not None:
         raise ValueError(f"--store-gib {size_gib} is the size of --store: give that, too")
     return None if directory is None else StoreOptions(directory, disk_gib=16.0 if size_gib is None else size_gib)
 
 
-def _read_first(engine: Engine, texts: list[str], namespace: str) -> int:
+def _read_first(engine: "Engine", texts: list[str], namespace: str) -> int:
     """Make the model read texts; returns how many blocks of them came back from the store."""
+    from kvgraft.engine.request import Request
+    from kvgraft.engine.sampling import SamplingParams
+
     num_restored, sampling = 0, SamplingParams(max_tokens=1)
     with progress_bar(progress_console, "reading") as on_progress:
         for number, text in enumerate(texts, 1):
@@ -201,7 +215,7 @@ def _read_first(engine: Engine, texts: list[str], namespace: str) -> int:
     return num_restored
 
 
-def _answer(engine: Engine, request: Request, *, echo: bool) -> Result:
+def _answer(engine: "Engine", request: "Request", *, echo: bool) -> "Result":
     """Answer a request, with `echo` onto stdout as it goes."""
     final: Result | None = None
     for event in engine.stream([request]):
@@ -213,7 +227,7 @@ def _answer(engine: Engine, request: Request, *, echo: bool) -> Result:
     return final
 
 
-def _print_report(result: Result, num_restored: int | None) -> None:
+def _print_report(result: "Result", num_restored: int | None) -> None:
     """One line; blocks that came back from a store, if there is one."""
     report = result.report
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())

@@ -18,9 +18,6 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
-from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import DENSE, FLOWS, parse_flow
-from kvgraft.engine.config import load_config
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 
@@ -33,6 +30,8 @@ BlockOption = Annotated[int, typer.Option(help="Tokens of a block: of a page of 
 @flows_app.command("list")
 def list_flows(as_json: JsonOption = False) -> None:
     """All flows that have a name here."""
+    from kvgraft.decode.flows import FLOWS
+
     said = {name: " ".join((flow.__doc__ or "").split()) for name, flow in FLOWS.items()}
     if as_json:
         print_json(said)
@@ -53,6 +52,9 @@ def explain_flow(
     as_json: JsonOption = False,
 ) -> None:
     """Trace a flow, or say at which line it is wrong; show its operators, kernels, caches and bytes."""
+    from kvgraft.decode.flow import trace
+    from kvgraft.decode.flows import parse_flow
+    from kvgraft.engine.config import load_config
     from kvgraft.evaluate import explain
 
     found, config = parse_flow(flow), load_config(model)
@@ -87,6 +89,7 @@ def bench_flows(
     as_json: JsonOption = False,
 ) -> None:
     """Accuracy in stages (retrieval first, survivors go on) and decode throughput: JSON, a table, a Pareto plot."""
+    from kvgraft.decode.flows import DENSE, FLOWS
     from kvgraft.evaluate import flows as judging
     from kvgraft.evaluate.decoding import speedups
     from kvgraft.evaluate.plots import write_pareto  # matplotlib takes a second to load
@@ -126,6 +129,7 @@ def search_flows(
     as_json: JsonOption = False,
 ) -> None:
     """Try flows made of known motifs: random ones, then children of the best; each is kept as a file."""
+    from kvgraft.decode.flows import DENSE
     from kvgraft.evaluate import flows as judging
     from kvgraft.evaluate import search as searching
 

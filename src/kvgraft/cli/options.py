@@ -1,13 +1,14 @@
 """What commands share: the application, options, loading and printing."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
-from kvgraft.engine.engine import Engine
+if TYPE_CHECKING:
+    from kvgraft.engine.engine import Engine
 
 app = typer.Typer(
     name="kvgraft",
@@ -32,8 +33,10 @@ console = Console()
 progress_console = Console(stderr=True)
 
 
-def load(model: Path, **settings: Any) -> Engine:
+def load(model: Path, **settings: Any) -> "Engine":
     """The native engine, with a sign of life while it reads the weights."""
+    from kvgraft.engine.engine import Engine
+
     with progress_console.status(f"loading {model.name}"):
         return Engine(model, **settings)
 

@@ -15,7 +15,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvgraft.cli.options import JsonOption, app, console, print_json, progress_console
-from kvgraft.engine.text import load_tokenizer
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.methods import require_amount
 from kvgraft.segments.store import StoreDirectory
@@ -249,6 +248,8 @@ def _shown(name: str, value: Any) -> str:
 
 def _text(row: Row, model: Path) -> str:
     """The text of a segment. ValueError if the model has no such tokens."""
+    from kvgraft.engine.text import load_tokenizer
+
     tokenizer, tokens = load_tokenizer(model), row.record.chunk.tokens
     if (last := int(tokens.max())) >= len(tokenizer):
         raise ValueError(f"token {last} is none of the {len(tokenizer)} of {model}: another model has read this")

@@ -22,7 +22,6 @@ from kvgraft.cli.options import (
 )
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
-from kvgraft.kv.heads import HEAD_MAP_FILE
 from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.testbed import MODEL_DIR
 
@@ -146,6 +145,7 @@ def profile_heads(
 ) -> None:
     """Which KV heads of a model need the whole context: a map for `redknot` and for --head-paging."""
     from kvgraft.evaluate import heads
+    from kvgraft.kv.heads import HEAD_MAP_FILE
 
     if share is None and threshold is None:
         share = 0.15

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvgraft.methods import make, parse
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies.cacheblend import CacheBlend
 from kvgraft.prefill.policies.condense import Condense
@@ -21,7 +22,6 @@ POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot, SamKV, Condense, Similar)
 }
-DEFAULT_POLICY = Transitive.name  # of requests that name none; docs/results/quality.md says why
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:

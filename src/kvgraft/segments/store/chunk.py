@@ -4,23 +4,21 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
-from kvgraft.kv.quant import dequantise, quantise
 from kvgraft.segments.keys import as_int32, check_scope
 
-Payload = Mapping[str, Tensor]  # by name, [streams, tokens, d]
+if TYPE_CHECKING:  # an operator who lists chunks need not wait for torch
+    from torch import Tensor
+
+Payload = Mapping[str, "Tensor"]  # by name, [streams, tokens, d]
 Shape = tuple[int, int, int]
 TensorSpec = tuple[str, Shape]  # dtype and shape
 KEY_BYTES = 32
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-}
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # names in torch
 _SCALE = ".scale"  # suffix of the scales of an int8 tensor
 
 
@@ -161,8 +159,12 @@ class Record:
         values: dict[str, TensorSpec] = {name: ("int8", shape) for name, (_, shape) in self.tensors.items()}
         return values | {name + _SCALE: ("float32", (s, 1, d)) for name, (_, (s, _, d)) in self.tensors.items()}
 
-    def pack(self, payload: Payload) -> dict[str, Tensor]:
+    def pack(self, payload: Payload) -> dict[str, "Tensor"]:
         """What is stored of a payload, in memory of its own. ValueError if it is to be int8 and is not finite."""
+        import torch
+
+        from kvgraft.kv.quant import quantise
+
         if not self.int8:
             return {name: payload[name].detach().clone(memory_format=torch.contiguous_format) for name in self.tensors}
         pairs = {name: quantise(payload[name].detach()) for name in self.tensors}
@@ -175,8 +177,12 @@ class Record:
         span = slice(place * size, (place + 1) * size)
         payload = {name: stored[name][:, span] for name in self.tensors}
         if self.int8:
+            import torch
+
+            from kvgraft.kv.quant import dequantise
+
             for name, (dtype, _) in self.tensors.items():
-                payload[name] = dequantise(payload[name], stored[name + _SCALE], DTYPES[dtype])
+                payload[name] = dequantise(payload[name], stored[name + _SCALE], getattr(torch, dtype))
         start = chunk.source_start + span.start
         return StoredBlock(payload, chunk.tokens[span], chunk.chains[place], chunk.source, start, not self.int8)
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import NAME, Catalogue, Row
@@ -20,6 +18,9 @@ from kvgraft.segments.store.chunk import Record, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
 from kvgraft.segments.store.upkeep import clean, open_catalogue, within
 from kvgraft.segments.store.writer import Writer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOTED_USES = 64  # that are written together
 logger = logging.getLogger("kvgraft")
@@ -84,7 +85,7 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self.rows or key in self._pending
 
-    def offer(self, record: Record, stored: dict[str, Tensor]) -> str | None:
+    def offer(self, record: Record, stored: dict[str, "Tensor"]) -> str | None:
         """Write a chunk some time; the reason why not ("too_large", "backlog"), or None."""
         if not self.budget.fits(nbytes(stored)):
             return "too_large"
@@ -93,7 +94,7 @@ class DiskTier:
         self._pending[record.key] = stored
         return None
 
-    def read(self, key: bytes) -> dict[str, Tensor]:
+    def read(self, key: bytes) -> dict[str, "Tensor"]:
         """The stored tensors of a chunk that is here.
 
         Raises:
@@ -211,7 +212,7 @@ class DiskTier:
 
     # What follows is done by the writer's thread.
 
-    def _write(self, record: Record, stored: dict[str, Tensor]) -> None:
+    def _write(self, record: Record, stored: dict[str, "Tensor"]) -> None:
         """Write a chunk, unless it was dropped; if that fails it may be in memory still."""
         try:
             self._write_now(record, stored)
@@ -221,7 +222,7 @@ class DiskTier:
                 if self._pending.get(record.key) is stored:
                     self._abandon(record.key)
 
-    def _write_now(self, record: Record, stored: dict[str, Tensor]) -> None:
+    def _write_now(self, record: Record, stored: dict[str, "Tensor"]) -> None:
         """Make room, write the file, then the row."""
         data, now = encode(record, stored), time.time()
         row = Row(0, record, len(data), digest_of(data), False, now, now)

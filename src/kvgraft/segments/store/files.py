@@ -5,14 +5,16 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
 
 from kvgraft.segments.store.chunk import KEY_BYTES, Payload, Record, specs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _METADATA = "kvgraft"  # of the file: the record, as JSON
 _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
@@ -113,7 +115,7 @@ class PayloadFiles:
         """Remove the payload of a chunk, if there is one."""
         self.path(key).unlink(missing_ok=True)
 
-    def read(self, record: Record, num_bytes: int, digest: bytes) -> dict[str, Tensor]:
+    def read(self, record: Record, num_bytes: int, digest: bytes) -> dict[str, "Tensor"]:
         """The payload of a chunk as it is stored, verified.
 
         Raises:
@@ -145,11 +147,15 @@ class PayloadFiles:
 
 def encode(record: Record, stored: Payload) -> bytes:
     """The file of a chunk: its stored tensors and its record."""
+    from safetensors.torch import save
+
     return save(dict(stored), {_METADATA: record.encode().decode()})
 
 
-def decode(data: bytes, record: Record) -> dict[str, Tensor]:
+def decode(data: bytes, record: Record) -> dict[str, "Tensor"]:
     """The tensors of a chunk's file. BadPayload if it is damaged or of another record."""
+    from safetensors.torch import load
+
     try:
         tensors = load(data)
         length = int.from_bytes(data[:8], "little")

@@ -1,9 +1,12 @@
 """The tier in host memory."""
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.chunk import nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MemoryTier:
@@ -16,12 +19,12 @@ class MemoryTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._payloads
 
-    def get(self, key: bytes) -> dict[str, Tensor] | None:
+    def get(self, key: bytes) -> "dict[str, Tensor] | None":
         """The payload, which becomes the most recently used of its scope."""
         self.budget.touch(key)
         return self._payloads.get(key)
 
-    def put(self, key: bytes, scope: bytes, payload: dict[str, Tensor]) -> list[bytes] | None:
+    def put(self, key: bytes, scope: bytes, payload: dict[str, "Tensor"]) -> list[bytes] | None:
         """Keep a payload; returns the keys of those that had to go, or None if there is no room for it."""
         self.remove(key)
         victims = self.budget.add(key, scope, nbytes(payload))

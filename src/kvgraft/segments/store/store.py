@@ -5,9 +5,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
@@ -18,6 +18,9 @@ from kvgraft.segments.store.disk import DiskTier
 from kvgraft.segments.store.files import BadPayload
 from kvgraft.segments.store.memory import MemoryTier
 from kvgraft.segments.store.register import Register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SegmentStore:
@@ -252,7 +255,7 @@ class SegmentStore:
         self._memory.remove(key)
         self._forget(key)
 
-    def _keep(self, record: Record, stored: dict[str, Tensor]) -> bool:
+    def _keep(self, record: Record, stored: dict[str, "Tensor"]) -> bool:
         refusal = self._disk.offer(record, stored) if self._disk else "too_large"
         victims = self._memory.put(record.key, record.chunk.scope, stored)
         if refusal is not None and (self._disk or victims is None):
@@ -277,7 +280,7 @@ class SegmentStore:
                     found[at] = record.block(stored, place)
         return found
 
-    def _load(self, record: Record, num_blocks: int) -> dict[str, Tensor] | None:
+    def _load(self, record: Record, num_blocks: int) -> "dict[str, Tensor] | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
         key = record.key
         self._touch(key)
