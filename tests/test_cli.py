@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import kvgraft
 from chunks import SIZE, make_chunk, put
 from kvgraft.cli import app, run
 from kvgraft.segments.store import SegmentStore
+from kvgraft.testbed import MODEL_DIR
 
 DOCUMENT = (
     "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . "
@@ -45,6 +47,53 @@ def test_generate_prints_the_answer_and_where_its_tokens_came_from(capsys: pytes
     printed = capsys.readouterr().out
     assert printed.startswith("42")
     assert "grafted" in printed
+
+
+QUESTION = "question : code of lamp ? answer :"
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    """Options that make the model read two texts; only the second one answers the question."""
+    other = DOCUMENT.replace("lamp", "clock").replace("42", "77").replace("bell", "ring")
+    for name, text in (("first", other), ("second", DOCUMENT)):
+        (tmp_path / name).write_text(text)
+    return ["--read", str(tmp_path / "first"), "--read", str(tmp_path / "second")]
+
+
+def test_generate_puts_what_it_has_read_before_the_question(capsys: pytest.CaptureFixture[str], documents: list[str]):
+    assert run(app, ["generate", QUESTION, *documents, "--max-tokens", "1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    report, words = answer["report"], len(DOCUMENT.split())
+    assert answer["text"] == "42"
+    assert report["prompt_tokens"] >= 2 * words + len(QUESTION.split())
+    assert report["prefix_tokens"] >= words - 16, "the first one stands where it was read"
+    assert report["grafted_tokens"] >= words - 16, "the second one does not"
+    inside = f"{DOCUMENT} {QUESTION}"
+    assert run(app, ["generate", inside, *documents, "--max-tokens", "1", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["text"], again["report"]["prompt_tokens"]) == ("42", report["prompt_tokens"])
+
+
+def test_generate_puts_what_it_has_read_into_the_message(
+    capsys: pytest.CaptureFixture[str], documents: list[str], tmp_path: Path
+):
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "note grey means 51 . {% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    ask = ["generate", QUESTION, *documents, "--chat", "--model", str(model), "--max-tokens", "1", "--json"]
+    assert run(app, ask) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "42"
+    assert answer["report"]["prefix_tokens"] == 0
+    assert answer["report"]["grafted_tokens"] >= 2 * (len(DOCUMENT.split()) - 16)
+
+
+def test_generate_refuses_an_empty_document(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "empty").write_text(" \n")
+    assert run(app, ["generate", QUESTION, "--read", str(tmp_path / "empty")]) == 2
+    assert f"{tmp_path / 'empty'} has no text" in capsys.readouterr().err
 
 
 def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):

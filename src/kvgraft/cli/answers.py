@@ -1,5 +1,6 @@
 """Commands that answer prompts."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,7 @@ from kvgraft.cli.options import (
 )
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft.segments.prompt import parse_markers, render_chat
+from kvgraft.segments.prompt import mark, parse_markers, render_chat
 from kvgraft.testbed import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ def demo(
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text; <|reuse|> ... <|/reuse|> marks segments.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file instead.")] = None,
-    read: Annotated[list[Path] | None, typer.Option(help="Text files that the model reads first (repeatable).")] = None,
+    read: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files, read one by one first; those not in the prompt are put before it (repeatable)."),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     model: ModelOption = MODEL_DIR,
     policy: Annotated[str, typer.Option(help="transitive, sparsex:topk=0.2,boundary=1, full, ...")] = DEFAULT_POLICY,
@@ -96,7 +100,7 @@ def generate(
     store_gib: Annotated[float | None, typer.Option(help="Size of it at most.", show_default="16")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt, reusing what `--read` files made the model read before; prints the text and a report."""
+    """Answer one prompt about texts that the model has read before, each on its own; prints the text and a report."""
     from kvgraft.engine.request import Request
     from kvgraft.engine.sampling import SamplingParams
     from kvgraft.prefill.policies import parse_policy
@@ -106,7 +110,8 @@ def generate(
     parse_policy(policy)
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
-    known = [_read_text(path) for path in read or []]
+    known = [_read_document(path) for path in read or []]
+    text = _behind(known, text)
     settings = {"head_map": head_map, "head_paging": head_paging, "store": _store_options(store, store_gib)}
     with load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=(policy,), **settings) as engine:
         if chat:
@@ -191,6 +196,18 @@ def _read_text(path: Path | None) -> str:
     if path is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     return path.read_text(encoding="utf-8")
+
+
+def _read_document(path: Path) -> str:
+    if not (text := _read_text(path)).strip():
+        raise ValueError(f"{path} has no text")
+    return text
+
+
+def _behind(documents: Sequence[str], prompt: str) -> str:
+    """The prompt, and before it the documents that it does not hold, each a segment."""
+    missing = [document for document in documents if document.strip() not in prompt]
+    return "".join(f"{mark(document)}\n" for document in missing) + prompt
 
 
 def _store_options(directory: Path | None, size_gib: float | None) -> "StoreOptions | None":

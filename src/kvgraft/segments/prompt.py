@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+START, END = "<|reuse|>", "<|/reuse|>"  # around a segment in text
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -34,7 +35,12 @@ class TokenisedPrompt:
     segments: tuple[tuple[int, int], ...]
 
 
-def parse_markers(text: str, *, start: str = "<|reuse|>", end: str = "<|/reuse|>") -> list[Part]:
+def mark(text: str) -> str:
+    """Text between reuse markers, unless it has markers of its own."""
+    return text if START in text else f"{START}{text}{END}"
+
+
+def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part]:
     """Split text at reuse markers; what stands between a start and an end becomes a Segment. Empty pieces drop out.
 
     Raises:
