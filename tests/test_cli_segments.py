@@ -217,6 +217,19 @@ def test_a_directory_that_cannot_be_used_is_refused(kvgraft: Kvgraft, directory:
     assert "file is not a database" in kvgraft("segments", "list", "--dir", directory)[2]
 
 
+def test_a_directory_of_something_else_stays_as_it_is(kvgraft: Kvgraft, tmp_path: Path):
+    tmp_path.chmod(0o700)
+    database = sqlite3.connect(tmp_path / NAME)
+    database.execute("CREATE TABLE theirs (x)")
+    database.commit()
+    database.close()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for command in (["list"], ["show", "ab"], ["gc"], ["verify"], ["pin", "ab"]):
+        code, _, error = kvgraft("segments", *command, "--dir", tmp_path)
+        assert (code, error) == (2, f"kvgraft: the catalogue of {tmp_path} cannot be used: schema 0, expected 1\n")
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_generate_finds_what_an_earlier_call_has_read(kvgraft: Kvgraft, tmp_path: Path):
     document, store = tmp_path / "document.txt", tmp_path / "store"
     document.write_text(DOCUMENT)

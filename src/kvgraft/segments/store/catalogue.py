@@ -198,6 +198,21 @@ class Catalogue:
                 self._database.execute("ROLLBACK")
 
 
+def check_is_ours(path: Path) -> None:
+    """Look at a catalogue without changing anything in its directory. CatalogueDamaged if it is none of this schema."""
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=_PATIENCE, uri=True)
+    try:
+        schema = database.execute("PRAGMA user_version").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+            raise CatalogueDamaged(f"{path}: {error}") from error
+        raise
+    finally:
+        database.close()
+    if schema != _SCHEMA:
+        raise CatalogueDamaged(f"schema {schema}, expected {_SCHEMA}")
+
+
 def _make_private(path: Path) -> None:
     """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so much as opened: to
     close it would end all locks that this process has on it, so that another one could take SQLite's log from us."""

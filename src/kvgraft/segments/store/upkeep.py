@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import NAME, Catalogue, CatalogueDamaged, Row, move_aside
+from kvgraft.segments.store.catalogue import NAME, Catalogue, CatalogueDamaged, Row, check_is_ours, move_aside
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, private_directory
 
 logger = logging.getLogger("kvgraft")
@@ -56,6 +56,7 @@ class StoreDirectory:
         if not (directory / NAME).is_file():
             raise FileNotFoundError(f"no segments are stored in {directory}: it has no {NAME}")
         self._files = PayloadFiles(private_directory(directory))
+        check_is_ours(self._files.directory / NAME)  # before anything is written there
         self._lock = DirectoryLock(self._files.directory)
         self._lock.share()
         try:
