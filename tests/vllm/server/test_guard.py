@@ -36,7 +36,8 @@ class Engine:
         try:
             for finished in (False, True):
                 params = REPORT.as_params() if finished else None
-                yield RequestOutput("r", "the", [1], None, [], finished, kv_transfer_params=params)
+                known: dict[str, Any] = {"num_cached_tokens": 5, "kv_transfer_params": params} if finished else {}
+                yield RequestOutput("r", "the", [1], None, [], finished, **known)
         finally:
             self.closed = True
 
@@ -105,6 +106,7 @@ def test_the_report_is_there_before_the_last_output_and_in_the_order_of_the_prom
         async for output in second:
             assert (call.reports[1] is not None) == output.finished
         await first.aclose()
+        assert call.cached == [0, 5]
         return call.reports
 
     assert asyncio.run(run()) == [None, REPORT.as_params()["kvgraft"]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import ADMIN, ALICE, BOB
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import RequestOptions
@@ -249,3 +249,49 @@ def test_without_a_report_or_outside_a_stream_nothing_changes():
         await PlainTextResponse(USAGE)(scope, receive, send)
 
     assert bodies(asyncio.run(converse(whole, part(b"")))) == [USAGE]
+
+
+def answer_of(cached: list[int], usage: Any, *, streams: bool = False) -> Application:
+    """An application that has asked the engine for as many prompts."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        call.reports.extend([REPORT] + [None] * (len(cached) - 1))
+        call.cached.extend(cached)
+        answer = {"id": "x", "choices": [], "usage": usage}
+        if streams:
+
+            async def events() -> AsyncIterator[str]:
+                yield f"data: {json.dumps(answer, separators=(',', ':'))}\n\n"
+
+            await StreamingResponse(events(), media_type="text/event-stream")(scope, receive, send)
+        else:
+            await JSONResponse(answer)(scope, receive, send)
+
+    return app
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_usage_of_several_prompts_counts_the_cached_tokens_of_all(streams: bool):
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 2, "audio_tokens": 0}}
+    app = answer_of([32, 0, 64], usage, streams=streams)
+    sent = asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}))
+    [body] = bodies(sent)
+    answer = json.loads(body.removeprefix(b"data: "))
+    assert answer["usage"] == {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 96, "audio_tokens": 0}}
+    assert ("kv_transfer_params" in answer) == streams, "vLLM puts it into whole answers itself"
+    lengths = [int(value) for name, value in sent[0]["headers"] if name == b"content-length"]
+    assert lengths == ([] if streams else [len(body)])
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 9}, {"prompt_tokens_details": None}])
+def test_an_answer_without_cached_tokens_gets_none(usage: Any):
+    [body] = bodies(asyncio.run(converse(answer_of([32, 64], usage), part(b""))))
+    assert json.loads(body) == {"id": "x", "choices": [], "usage": usage}
+
+
+def test_the_usage_of_one_prompt_is_vllms_own():
+    usage = {"prompt_tokens_details": {"cached_tokens": 2}}
+    [body] = bodies(asyncio.run(converse(answer_of([32], usage), part(b""))))
+    assert json.loads(body)["usage"] == usage

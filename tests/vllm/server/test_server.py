@@ -50,6 +50,25 @@ def test_known_text_is_grafted_and_both_counts_agree(server: RunningServer, text
     assert sum(second[kind] for kind in FIELDS - {"recomputed_tokens"}) == second["prompt_tokens"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_of_several_prompts_is_of_all(server: RunningServer, texts: Any, stream: bool):
+    known, unknown = texts.document(), texts.document(64)
+    complete(server, ALICE, known)
+    ask: dict[str, Any] = {"model": "bundled", "prompt": [known, elsewhere(known), unknown], "max_tokens": 1}
+    client = server.openai(ALICE).completions
+    if stream:
+        *_, answer = client.create(**ask, stream=True, stream_options={"include_usage": True})
+    else:
+        answer = client.create(**ask)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 2 * 500
+    newest = server.status(ALICE)["recent"][:3]
+    assert answer.usage.prompt_tokens_details.cached_tokens == sum(
+        entry["tokens"]["prefix"] + entry["tokens"]["grafted"] for entry in newest
+    )
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_text_of_one_tenant_is_no_hit_for_another_and_a_hit_for_itself(server: RunningServer, texts: Any, moved: bool):
     document = texts.document()

@@ -26,12 +26,14 @@ class Call:
     Attributes:
         salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
         reports: what the engine reported on each prompt of the request, in their order; None until it ends.
+        cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
     """
 
     principal: Principal
     route: str
     salt: str | None = None
     reports: list[dict[str, Any] | None] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)
@@ -86,6 +88,7 @@ class EngineGuard:
         if call is None:
             return outputs
         call.reports.append(None)
+        call.cached.append(0)
         return self._watch(call, len(call.reports) - 1, outputs)
 
     async def admit(self, request: Any) -> None:
@@ -133,6 +136,7 @@ class EngineGuard:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
+                    call.cached[slot] = output.num_cached_tokens or call.cached[slot]
                     if output.finished:
                         last = output
                         call.reports[slot] = (output.kv_transfer_params or {}).get(KEY)

@@ -1,4 +1,4 @@
-"""The door of the HTTP server: who calls, how much may be sent, and the report in the last chunk of a stream."""
+"""The door of the HTTP server: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
 
 import re
 from typing import Any
@@ -16,6 +16,7 @@ from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 
 MAX_BODY = 32 << 20  # bytes
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
+COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
 
 
@@ -159,27 +160,62 @@ async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) 
 
 
 def _reporting(call: Call | None, send: Send) -> Send:
-    """`send`, which adds the report to the chunk of a stream that carries the usage."""
+    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several prompts their sum."""
     if call is None:
         return send
-    streams = False
+    streams, start, whole = False, None, bytearray()
 
     async def send_with_report(message: Message) -> None:
-        nonlocal streams
+        nonlocal streams, start
         if message["type"] == "http.response.start":
             streams = Headers(raw=message["headers"]).get("Content-Type", "").startswith("text/event-stream")
-        elif streams and _USAGE.search(message.get("body", b"")) and call.reports and call.reports[0]:
-            message = {**message, "body": _with_report(message["body"], call.reports[0])}
+            if not streams and _has_many(call):
+                start = message  # is held until it is known how long the body will be
+                return
+        elif start is not None:
+            whole.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                body = _counted(bytes(whole), call)
+                await send(_of_length(start, len(body)))
+                await send({**message, "body": body})
+            return
+        elif streams and _USAGE.search(message.get("body", b"")):
+            message = {**message, "body": _reported(message["body"], call)}
         await send(message)
 
     return send_with_report
 
 
-def _with_report(event: bytes, report: dict[str, Any]) -> bytes:
+def _has_many(call: Call) -> bool:
+    """Whether the request has several prompts: vLLM then counts the cached tokens of one of them."""
+    return call.route in COMPLETIONS and len(call.cached) > 1
+
+
+def _reported(event: bytes, call: Call) -> bytes:
     """One server-sent event with the report in it, where the other answers of vLLM have it."""
     prefix, _, data = event.partition(b"data: ")
+    if _has_many(call):
+        data = _counted(data, call)
+    if not (call.reports and call.reports[0]):
+        return prefix + b"data: " + data.rstrip() + b"\n\n"
     try:
         chunk = msgspec.json.decode(data)
     except msgspec.MsgspecError:
         return event
-    return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: report}}) + b"\n\n"
+    return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: call.reports[0]}}) + b"\n\n"
+
+
+def _counted(body: bytes, call: Call) -> bytes:
+    """A JSON answer whose usage has the cached tokens of all prompts; another one as it is."""
+    try:
+        answer = msgspec.json.decode(body)
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"] = sum(call.cached)
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body
+    return msgspec.json.encode(answer)
+
+
+def _of_length(start: Message, length: int) -> Message:
+    """The beginning of a response whose body has got another length."""
+    others = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    return {**start, "headers": [*others, (b"content-length", str(length).encode())]}
