@@ -17,6 +17,8 @@ from kvgraft.vllm.server.guard import CURRENT
 STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
 
+NO_FIGURES: dict[str, Any] = {"pool": None, "index_entries": None, "fallbacks": {}}  # for one of several tenants
+
 router = APIRouter()
 
 
@@ -57,7 +59,7 @@ async def status(request: Request) -> dict[str, Any]:
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
         "segments": await door.segments.view(principal),
         **door.ledger.view(principal),
-        **engine_figures(),
+        **(engine_figures() if principal.is_admin or door.keyring.has_one_tenant else NO_FIGURES),
     }
 
 

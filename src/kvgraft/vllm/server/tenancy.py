@@ -60,6 +60,11 @@ class Keyring:
             raise ValueError("two API keys have the same label: replace one of them")
         self._admin = Tenant.of(keys.admin_key) if keys.admin_key is not None else None
 
+    @property
+    def has_one_tenant(self) -> bool:
+        """Whether whatever is in the engine is this tenant's."""
+        return len(self.tenants) == 1
+
     def principal(self, key: str | None) -> Principal | None:
         """Who shows `key` (None: no key); None if a key is needed and this is none."""
         shown = hashlib.sha256((key or "").encode()).digest()
