@@ -6,8 +6,10 @@ import pytest
 from engines import BLOCK, EVERYTHING, MAX_LENGTH, NAIVE, NUM_BLOCKS, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
+from prometheus_client import Counter
 
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
+from kvgraft.vllm.stats import METRICS
 
 DOCUMENT = words(300, 1)
 PROMPT = words(10, 2) + DOCUMENT
@@ -83,6 +85,19 @@ def test_a_segment_is_its_namespace_s_own(host: Host):
     assert host.ask(Ask(PROMPT, NAIVE, "b"))[0].cached == 0
     assert control(host, "delete", "manual", salt="b") == {"segments": []}
     assert names(control(host, "list", salt="a")) == ["manual"]
+
+
+def test_operations_are_no_traffic(host: Host):
+    host.stats.reset()
+    control(host, "freeze", "manual", DOCUMENT)
+    control(host, "list")
+    host.settle()
+    assert (host.count("pool_blocks", "frozen"), host.count("frozen_segments")) == (9, 1)
+    control(host, "delete", "manual")
+    host.settle()
+    assert (host.count("pool_blocks", "frozen"), host.count("frozen_segments")) == (0, 0)
+    counted = {name.removeprefix("kvgraft:") for name, metric in METRICS.items() if metric.kind is Counter}
+    assert {name: host.stats.data.get(f"kvgraft:{name}") for name in counted} == dict.fromkeys(counted)
 
 
 def test_two_names_of_one_text_hold_it_twice(host: Host):

@@ -145,6 +145,15 @@ def test_metrics_add_up_to_the_reports(host: Host):
         assert sorted(seconds) == sorted(r["stages"][stage] for r in reports if stage in r["stages"])
 
 
+def test_an_idle_engine_is_shown_as_idle(host: Host):
+    host.ask(Ask(DOCUMENT, OFF), Ask(OPENING, OFF))
+    host.settle()
+    assert host.known.pool.num_used == 0
+    shown = host.stats.data["kvgraft:pool_blocks"]
+    assert shown == {"used": 0, "free": host.known.pool.num_free, "frozen": 0}
+    assert host.count("index_entries") == len(host.known.index)
+
+
 def test_metrics_do_not_count_grafts_that_were_given_up(host: Host):
     host.read(DOCUMENT)
     host.stats.reset()

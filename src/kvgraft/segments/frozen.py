@@ -78,6 +78,10 @@ class FrozenPool:
         """All that are held, each once, whoever names it."""
         return {page for entry in self._entries.values() for page in entry.pages}
 
+    def __len__(self) -> int:
+        """Entries of all namespaces."""
+        return len(self._entries)
+
     def list(self, namespace: str | None = None) -> list[FrozenEntry]:
         """Entries in order of insertion, of one namespace or of all."""
         return [entry for (owner, _), entry in self._entries.items() if namespace in (None, owner)]

@@ -20,6 +20,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self._stats = Stats()
+        self._told: dict[tuple[str, str], int] = {}  # levels
 
     def admitted(self, tracked: Tracked, candidate: Candidate | None) -> None:
         """Report an admission (a graft: once it has succeeded), and count the first one."""
@@ -35,7 +36,7 @@ class Accounts:
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         if candidate is None:
             report.computed_share, report.recomputed_tokens = report.fresh_tokens / num_prompt, 0
-        if not tracked.accounted:
+        if not tracked.accounted and isinstance(options, RequestOptions):  # others are our own operations
             self._count(tracked, candidate is not None)
         tracked.accounted = True
 
@@ -62,15 +63,24 @@ class Accounts:
     def take(self, known: KnownText) -> Stats | None:
         """What happened since the last call."""
         stats, self._stats = self._stats, Stats()
-        if stats.is_empty():
+        levels = self._levels(known)
+        if stats.is_empty() and levels == self._told:
             return None
-        pool, frozen = known.pool, known.frozen
-        num_frozen = len(frozen.pages)
-        for state, value in (("used", pool.num_used), ("free", pool.num_free), ("frozen", num_frozen)):
-            stats.level("kvgraft:pool_blocks", state, value)
-        stats.level("kvgraft:frozen_segments", "", len(frozen.list()))
-        stats.level("kvgraft:index_entries", "", len(known.index))
+        for (metric, label), value in levels.items():
+            stats.level(metric, label, value)
+        self._told = levels
         return stats
+
+    def _levels(self, known: KnownText) -> dict[tuple[str, str], int]:
+        """What the gauges show now, by metric and label."""
+        pool = known.pool
+        return {
+            ("kvgraft:pool_blocks", "used"): pool.num_used,
+            ("kvgraft:pool_blocks", "free"): pool.num_free,
+            ("kvgraft:pool_blocks", "frozen"): len(known.frozen.pages),
+            ("kvgraft:frozen_segments", ""): len(known.frozen),
+            ("kvgraft:index_entries", ""): len(known.index),
+        }
 
     def _count(self, tracked: Tracked, grafted: bool) -> None:
         report, reason = tracked.report, tracked.reason or "unknown"
