@@ -220,3 +220,16 @@ def test_a_prompt_larger_than_the_pool_s_rest_waits_or_is_kept(reader: Host, nat
     assert sum(reader.is_alive(name) for name in names) == 6
     answers = reader.finish(*names)
     assert {tuple(answer.tokens) for answer in answers} == {tuple(answer_natively(native, FEW, 16))}
+
+
+def test_documents_in_host_memory_are_on_the_gauges(reader: Host):
+    reader.settle()
+    assert (reader.count("documents"), reader.count("document_bytes")) == (0, 0)
+    reader.ask(Ask(PROMPT, FEW))
+    reader.settle()
+    assert reader.count("documents") == len(DOCUMENTS)
+    assert reader.count("document_bytes") == reader.queue.library.store.nbytes > 0
+    assert reader.llm.reset_prefix_cache()
+    reader.read(words(BLOCK, 9))
+    reader.settle()
+    assert (reader.count("documents"), reader.count("document_bytes")) == (0, 0)

@@ -32,6 +32,8 @@ METRICS = {
     "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
     "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),
     "kvgraft:index_entries": Metric(Gauge, "Virtual blocks in the index, live and stale."),
+    "kvgraft:documents": Metric(Gauge, "Documents in host memory, read on their own for prompts that keep a part."),
+    "kvgraft:document_bytes": Metric(Gauge, "Host memory that these documents take."),
 }
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -21,6 +21,7 @@ class Accounts:
     def __init__(self) -> None:
         self._stats = Stats()
         self._told: dict[tuple[str, str], int] = {}  # levels
+        self.documents = (0, 0)  # that the workers hold in host memory: bytes, how many
 
     def admitted(self, tracked: Tracked, candidate: Candidate | None) -> None:
         """Report an admission (a graft: once it has succeeded), and count the first one."""
@@ -73,13 +74,15 @@ class Accounts:
 
     def _levels(self, known: KnownText) -> dict[tuple[str, str], int]:
         """What the gauges show now, by metric and label."""
-        pool = known.pool
+        pool, (num_bytes, num_documents) = known.pool, self.documents
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
             ("kvgraft:pool_blocks", "free"): pool.num_free,
             ("kvgraft:pool_blocks", "frozen"): len(known.frozen.pages),
             ("kvgraft:frozen_segments", ""): len(known.frozen),
             ("kvgraft:index_entries", ""): len(known.index),
+            ("kvgraft:documents", ""): num_documents,
+            ("kvgraft:document_bytes", ""): num_bytes,
         }
 
     def _count(self, tracked: Tracked, grafted: bool) -> None:

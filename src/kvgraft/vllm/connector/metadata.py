@@ -80,16 +80,19 @@ class Metadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how the recoveries that ended in this step went, by request id; and what the store did."""
+    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the store did; and,
+    if that has changed, bytes and number of the documents in host memory."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     store: StoreReport | None = None
+    documents: tuple[int, int] | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """All ranks compute the same tokens: one report stands for all, a failure on any rank counts."""
         if isinstance(other, WorkerMetadata):
             failed = {key: outcome for key, outcome in other.outcomes.items() if outcome.failure}
             self.outcomes |= failed
+            self.documents = self.documents or other.documents
             if self.store is None or other.store is None:
                 self.store = self.store or other.store
             else:

@@ -168,6 +168,8 @@ class SchedulerSide:
         """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
         reported = output.kv_connector_worker_meta
         outcomes = reported.outcomes if isinstance(reported, WorkerMetadata) else {}
+        if isinstance(reported, WorkerMetadata) and reported.documents is not None:
+            self.accounts.documents = reported.documents
         if self.stored is not None and isinstance(reported, WorkerMetadata) and reported.store is not None:
             self.stored.on_report(reported.store)
             self.accounts.stored(reported.store.counts)

@@ -24,6 +24,7 @@ class WorkerSide:
         self._store: StoreSide | None = None
         self._ended: dict[str, Outcome] = {}
         self._reported: dict[str, Outcome] = {}
+        self._told = (0, 0)  # of documents: bytes, how many
 
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
@@ -64,7 +65,16 @@ class WorkerSide:
         """How those of the last `take_results` went."""
         outcomes, self._reported = self._reported, {}
         store = self._store.take_report() if self._store is not None else None
-        return WorkerMetadata(outcomes, store) if outcomes or store else None
+        documents = self._take_documents()
+        return WorkerMetadata(outcomes, store, documents) if outcomes or store or documents else None
+
+    def _take_documents(self) -> tuple[int, int] | None:
+        """Bytes and number of the documents that are held, if that has changed."""
+        held = (0, 0) if self._queue is None else (self._queue.library.store.nbytes, len(self._queue.library.store))
+        if held == self._told:
+            return None
+        self._told = held
+        return held
 
     def close(self) -> None:
         """Write what the store has not written yet."""
