@@ -27,8 +27,8 @@ def control(host: Host, op: str, name: str = "", text: list[int] | None = None, 
     return answer.report
 
 
-def names(report: dict[str, Any]) -> list[str]:
-    return [segment["name"] for segment in report["segments"]]
+def names(host: Host, salt: str | None = "a") -> list[str]:
+    return [segment["name"] for segment in control(host, "list", salt=salt)["segments"]]
 
 
 def flood(host: Host, salt: str = "others") -> None:
@@ -40,7 +40,7 @@ def flood(host: Host, salt: str = "others") -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_text_survives_a_flood(host: Host, plain: HostProcess, frozen: bool):
     if frozen:
-        assert names(control(host, "freeze", "manual", DOCUMENT)) == ["manual"]
+        assert control(host, "freeze", "manual", DOCUMENT)["num_segments"] == 1
         assert host.known.pool.num_used == 9
     else:
         host.read(DOCUMENT, salt="a")
@@ -53,17 +53,21 @@ def test_frozen_text_survives_a_flood(host: Host, plain: HostProcess, frozen: bo
 def test_the_life_of_a_segment(host: Host):
     assert control(host, "list") == {"segments": []}
     entry = {"name": "manual", "num_tokens": 288, "num_blocks": 9, "num_shed": 0, "hits": 0}
-    assert control(host, "freeze", "manual", DOCUMENT) == {"segments": [entry]}
+    assert control(host, "freeze", "manual", DOCUMENT) == {"segment": entry, "num_segments": 1}
     host.ask(Ask(PROMPT, NAIVE, "a"), Ask(words(3, 3) + DOCUMENT, NAIVE, "a"))
     assert control(host, "list") == {"segments": [entry | {"hits": 2}]}
-    assert names(control(host, "freeze", "notes", words(100, 4))) == ["manual", "notes"]
+    notes = {"name": "notes", "num_tokens": 96, "num_blocks": 3, "num_shed": 0, "hits": 0}
+    assert control(host, "freeze", "notes", words(100, 4)) == {"segment": notes, "num_segments": 2}
+    assert names(host) == ["manual", "notes"]
     assert host.known.pool.num_used == 9 + 3
-    assert names(control(host, "delete", "manual")) == ["notes"]
+    assert control(host, "delete", "manual") == {"segment": entry | {"hits": 2}, "num_segments": 1}
+    assert names(host) == ["notes"]
     assert host.known.pool.num_used == 3
-    assert names(control(host, "freeze", "notes", words(200, 5))) == ["notes"]  # replaces the old one
+    assert control(host, "freeze", "notes", words(200, 5))["num_segments"] == 1  # replaces the old one
     assert host.known.pool.num_used == 6
     assert host.ask(Ask(PROMPT, NAIVE, "a"))[0].grafted == 288  # unfrozen, not forgotten
-    assert control(host, "delete", "notes") == {"segments": []}
+    assert control(host, "delete", "notes")["num_segments"] == 0
+    assert control(host, "list") == {"segments": []}
     assert host.known.pool.num_used == 0
 
 
@@ -73,18 +77,17 @@ def test_a_segment_does_not_inherit_the_hits_of_what_its_blocks_held_before(host
         host.ask(Ask(words(5, 9) + words(30 * BLOCK, seed), NAIVE, "a", max_tokens=1))
     assert (host.known.pool.hit_counts > 0).sum() > 60
     flood(host)
-    [segment] = control(host, "freeze", "manual", words(30 * BLOCK, 4))["segments"]
-    assert segment["hits"] == 0
+    assert control(host, "freeze", "manual", words(30 * BLOCK, 4))["segment"]["hits"] == 0
 
 
 def test_a_segment_is_its_namespace_s_own(host: Host):
     control(host, "freeze", "manual", DOCUMENT, salt="a")
     assert control(host, "list", salt="b") == {"segments": []}
     assert control(host, "delete", "manual", salt="b")["status"] == 404
-    assert names(control(host, "freeze", "manual", words(64, 3), salt="b")) == ["manual"]
+    assert control(host, "freeze", "manual", words(64, 3), salt="b")["num_segments"] == 1
     assert host.ask(Ask(PROMPT, NAIVE, "b"))[0].cached == 0
-    assert control(host, "delete", "manual", salt="b") == {"segments": []}
-    assert names(control(host, "list", salt="a")) == ["manual"]
+    assert control(host, "delete", "manual", salt="b")["num_segments"] == 0
+    assert names(host, "a") == ["manual"]
 
 
 def test_operations_are_no_traffic(host: Host):
@@ -221,7 +224,7 @@ def test_a_reset_that_is_refused_keeps_frozen_text(host: Host):
     name = host.add(Ask(words(70, 9), OFF, max_tokens=60))
     host.step_until(lambda: name in host.outputs)
     assert not host.llm.reset_prefix_cache()
-    assert names(control(host, "list")) == ["manual"]
+    assert names(host) == ["manual"]
     host.finish(name)
 
 
@@ -235,7 +238,7 @@ def test_a_reset_drops_frozen_text(host: Host, plain: HostProcess):
     [answer] = host.ask(Ask(PROMPT, EVERYTHING, "a"))
     assert (answer.cached, answer.report["reason"]) == (0, "no_known_text")
     assert [answer.tokens] == plain.tokens(PROMPT)
-    assert names(control(host, "freeze", "manual", DOCUMENT)) == ["manual"]
+    assert control(host, "freeze", "manual", DOCUMENT)["segment"]["name"] == "manual"
 
 
 def test_gauges_show_the_pool(host: Host):

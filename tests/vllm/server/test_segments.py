@@ -36,7 +36,10 @@ def listed(client: httpx.Client, label: str, namespace: str = "") -> list[dict[s
 def freeze(client: httpx.Client, key: str, name: str, **source: Any) -> dict[str, Any]:
     answer = client.post(PATH, json={"name": name, "tenant": LABELS[key], **source})
     assert answer.status_code == 200, answer.text
-    return next(segment for segment in answer.json()["segments"] if segment["name"] == name)
+    told = answer.json()
+    assert told.keys() == {"tenant", "namespace", "segment", "num_segments"}, "what it costs to say does not grow"
+    assert (told["tenant"], told["segment"]["name"]) == (LABELS[key], name)
+    return told["segment"]
 
 
 def test_a_frozen_text_is_a_hit_for_its_tenant_only(server: RunningServer, admin: httpx.Client, texts: Any):
@@ -87,7 +90,9 @@ def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(adm
     longer = freeze(admin, ALICE, "a/b c", text=texts.document(300))
     assert listed(admin, LABELS[ALICE]) == [longer]
     assert longer["num_tokens"] >= 256
-    assert admin.delete(f"{PATH}/a/b%20c", params=where).json()["segments"] == []
+    deleted = admin.delete(f"{PATH}/a/b%20c", params=where).json()
+    assert (deleted["segment"], deleted["num_segments"]) == (longer, 0)
+    assert listed(admin, LABELS[ALICE]) == []
     again = admin.delete(f"{PATH}/a/b%20c", params=where)
     assert again.status_code == 404
     assert "a/b c" in again.json()["error"]["message"]

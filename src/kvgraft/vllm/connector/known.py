@@ -102,7 +102,12 @@ class KnownText:
         tracked.num_offered = max(stop, first)
 
     def apply(self, tracked: Tracked, blocks: list[int]) -> dict[str, Any]:
-        """Carry out a control request that has finished; returns the namespace's segments or the error."""
+        """Carry out a control request that has finished.
+
+        Returns:
+            `list`: all `segments` of the namespace. Others: the `segment` as it is or was, and `num_segments` that
+            there are now. Or an `error` and its `status`.
+        """
         control, namespace = tracked.options, tracked.namespace
         if not isinstance(control, Control):
             raise TypeError(f"{control!r} is no control operation")
@@ -113,15 +118,18 @@ class KnownText:
             held = self.frozen.pages
             self.pool.hit_counts[[page for page in blocks[:num_blocks] if page not in held]] = 0
             try:
-                self.frozen.insert(control.name, namespace, blocks[:num_blocks])
+                entry = self.frozen.insert(control.name, namespace, blocks[:num_blocks])
             except ValueError as error:
                 return _error(409, str(error))
-        elif control.op == "delete":
-            try:
-                self.frozen.delete(control.name, namespace)
-            except KeyError:
-                return _error(404, f"no frozen segment {control.name!r}")
-        return {"segments": [self._describe(entry) for entry in self.frozen.list(namespace)]}
+            return {"segment": self._describe(entry), "num_segments": len(self.frozen.list(namespace))}
+        entries = self.frozen.list(namespace)
+        if control.op == "list":
+            return {"segments": [self._describe(entry) for entry in entries]}
+        named = next((entry for entry in entries if entry.name == control.name), None)
+        if named is None:
+            return _error(404, f"no frozen segment {control.name!r}")
+        self.frozen.delete(control.name, namespace)
+        return {"segment": self._describe(named), "num_segments": len(entries) - 1}
 
     def clear(self) -> bool:
         """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""

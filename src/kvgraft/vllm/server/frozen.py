@@ -11,6 +11,8 @@ from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.guard import EngineGuard
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
+Place = tuple[Tenant, str]  # and namespace
+Segment = dict[str, Any]
 NO_TEXT = [0]  # operations other than freeze ignore their prompt, which must have a token
 FRESH_FOR_S = 5.0  # how long an answer may be shown again before the engine is asked again
 
@@ -24,14 +26,14 @@ class FrozenSegments:
 
     def __init__(self, guard: Callable[[], EngineGuard]) -> None:
         self._guard = guard
-        self._known: dict[tuple[Tenant, str], list[dict[str, Any]]] = {}  # only namespaces that have segments
-        self._asked_at: dict[tuple[Tenant, str], float] = {}
+        self._known: dict[Place, dict[str, Segment]] = {}  # by name; only namespaces that have segments
+        self._asked_at: dict[Place, float] = {}  # when they were listed last
         self._refreshing = asyncio.Lock()
 
     async def operate(
         self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
-    ) -> list[dict[str, Any]]:
-        """Run an operation; returns the segments of the namespace after it.
+    ) -> dict[str, Any]:
+        """Run an operation; returns the engine's answer: all `segments`, or one `segment` and `num_segments`.
 
         Raises:
             Refused: the engine refused it, or has no connector of ours.
@@ -41,23 +43,37 @@ class FrozenSegments:
         answer = await self._guard().control(tenant, namespace, control, token_ids or NO_TEXT)
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
-        if "segments" not in answer:
+        if not answer.keys() & {"segments", "segment"}:
             raise Refused(503, "the engine runs without KVGraft: start the server with `kvgraft serve`")
-        place = tenant, namespace
-        self._known[place], self._asked_at[place] = answer["segments"], time.monotonic()
-        if not answer["segments"]:
-            del self._known[place], self._asked_at[place]
-        return answer["segments"]
+        self._note((tenant, namespace), control, answer)
+        return answer
 
     async def view(self, principal: Principal) -> list[dict[str, Any]]:
         """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S old."""
         async with self._refreshing:
             mine = [place for place in self._known if principal.is_admin or place[0] == principal.tenant]
             for tenant, namespace in mine:
-                if time.monotonic() - self._asked_at[tenant, namespace] > FRESH_FOR_S:
+                asked_at = self._asked_at.get((tenant, namespace))
+                if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
                     await self.operate(tenant, namespace, Control("list"))
         return [
             {"tenant": tenant.label, "namespace": namespace, **segment}
             for tenant, namespace in mine
-            for segment in self._known.get((tenant, namespace), ())
+            for segment in self._known.get((tenant, namespace), {}).values()
         ]
+
+    def _note(self, place: Place, control: Control, answer: dict[str, Any]) -> None:
+        """Remember what an answer says of a namespace."""
+        known = self._known.setdefault(place, {})
+        if "segments" in answer:
+            self._known[place] = known = {segment["name"]: segment for segment in answer["segments"]}
+            self._asked_at[place] = time.monotonic()
+        else:
+            known.pop(control.name, None)
+            if control.op == "freeze":
+                known[control.name] = answer["segment"]
+            if len(known) != answer["num_segments"]:  # the engine has let others go
+                self._asked_at.pop(place, None)
+        if not answer.get("segments", answer.get("num_segments")):
+            self._known.pop(place, None)
+            self._asked_at.pop(place, None)

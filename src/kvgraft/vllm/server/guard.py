@@ -107,7 +107,7 @@ class EngineGuard:
         """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
 
         Returns:
-            The engine's answer: `segments`, or `error` and `status`; empty if the engine has no connector of ours.
+            The engine's answer, see `KnownText.apply`; empty if the engine has no connector of ours.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.

@@ -62,7 +62,7 @@ class Freeze(BaseModel):
 
 @router.post(PATH)
 async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
-    """Compute a document and keep it."""
+    """Compute a document and keep it; the answer names it, and how many there are."""
     tenant = _tenant(request, wanted.tenant)
     token_ids = await _token_ids(wanted, request)
     return await _operate(request, tenant, wanted.namespace, Control("freeze", wanted.name), token_ids)
@@ -72,7 +72,7 @@ async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
 async def list_segments(
     request: Request, tenant: Annotated[Label | None, Query()] = None, namespace: Annotated[Namespace, Query()] = ""
 ) -> dict[str, Any]:
-    """The frozen segments of a tenant's namespace."""
+    """All frozen segments of a tenant's namespace."""
     return await _operate(request, _tenant(request, tenant), namespace, Control("list"))
 
 
@@ -96,8 +96,8 @@ async def tenants(request: Request) -> dict[str, Any]:
 async def _operate(
     request: Request, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
 ) -> dict[str, Any]:
-    segments = await _door(request).segments.operate(tenant, namespace, control, token_ids)
-    return {"tenant": tenant.label, "namespace": namespace, "segments": segments}
+    answer = await _door(request).segments.operate(tenant, namespace, control, token_ids)
+    return {"tenant": tenant.label, "namespace": namespace, **answer}
 
 
 async def _token_ids(wanted: Freeze, request: Request) -> list[int]:

@@ -1,0 +1,91 @@
+"""What the front door remembers of frozen segments, with an engine that only counts what it is asked."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvgraft.vllm.options import CONTROL_TOKEN, Control
+from kvgraft.vllm.server import frozen
+from kvgraft.vllm.server.frozen import FrozenSegments
+from kvgraft.vllm.server.tenancy import Principal, Tenant
+
+ALICE, BOB = Tenant.of("alice"), Tenant.of("bob")
+
+
+class Engine:
+    """Answers as the connector does; `shed` is what it gives back by itself."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
+
+    async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
+        self.asked.append(control.op)
+        if control.op == "list":
+            return {"segments": [dict(segment) for segment in self.held.values()]}
+        if control.op == "freeze":
+            self.held[control.name] = {"name": control.name, "num_tokens": len(token_ids)}
+            segment = self.held[control.name]
+        else:
+            segment = self.held.pop(control.name)
+        return {"segment": segment, "num_segments": len(self.held)}
+
+    def shed(self, name: str) -> None:
+        del self.held[name]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv(CONTROL_TOKEN, "secret")
+    return Engine()
+
+
+@pytest.fixture
+def segments(engine: Engine) -> FrozenSegments:
+    return FrozenSegments(lambda: engine)
+
+
+def operate(segments: FrozenSegments, op: str, name: str = "", length: int = 1) -> dict[str, Any]:
+    return asyncio.run(segments.operate(ALICE, "", Control(op, name), [0] * length))
+
+
+def names(segments: FrozenSegments, tenant: Tenant = ALICE) -> list[tuple[str, int]]:
+    return [(one["name"], one["num_tokens"]) for one in asyncio.run(segments.view(Principal(tenant)))]
+
+
+def test_the_view_follows_each_operation_and_asks_once_in_a_while(engine: Engine, segments: FrozenSegments):
+    for number in range(20):
+        operate(segments, "freeze", str(number))
+        assert len(names(segments)) == number + 1
+    assert engine.asked.count("list") == 1
+    operate(segments, "freeze", "7", length=5)
+    operate(segments, "delete", "3")
+    assert dict(names(segments)) == {str(n): 5 if n == 7 else 1 for n in range(20) if n != 3}
+    assert engine.asked.count("list") == 1
+    assert names(segments, BOB) == []
+
+
+def test_what_the_engine_has_let_go_is_noticed_by_the_count(engine: Engine, segments: FrozenSegments):
+    for name in "abc":
+        operate(segments, "freeze", name)
+    assert len(names(segments)) == 3
+    engine.shed("b")
+    operate(segments, "delete", "c")
+    assert names(segments) == [("a", 1)]
+    engine.shed("a")
+    operate(segments, "freeze", "d")
+    assert names(segments) == [("d", 1)]
+    operate(segments, "delete", "d")
+    num_asked = len(engine.asked)
+    assert names(segments) == []
+    assert len(engine.asked) == num_asked, "nothing is left to ask about"
+
+
+def test_an_old_view_is_asked_for_again(engine: Engine, segments: FrozenSegments, monkeypatch: pytest.MonkeyPatch):
+    operate(segments, "freeze", "a")
+    assert names(segments) == [("a", 1)]
+    engine.held["a"]["num_tokens"] = 9
+    assert names(segments) == [("a", 1)]
+    monkeypatch.setattr(frozen, "FRESH_FOR_S", 0.0)
+    assert names(segments) == [("a", 9)]
