@@ -88,6 +88,25 @@ def test_the_capacity_leaves_room_for_requests():
     frozen.insert("again", "b", pages[:2])  # the same pages take no more room
 
 
+def test_an_owner_takes_its_share_of_the_capacity_in_all_its_namespaces_together():
+    pool = PagePool(20, 16)
+    frozen = FrozenPool(pool, capacity=0.5)
+    pages = filled(pool, 20)
+    frozen.insert("one", "a/x", pages[:3], owner="a", quota=0.5)
+    frozen.insert("two", "a/y", pages[3:5], owner="a", quota=0.5)
+    for namespace in ("a/x", "a/y", "a/z"):
+        with pytest.raises(ValueError, match=r"1 frozen pages, but its owner has 5 of at most 5, a share of 0\.5"):
+            frozen.insert("more", namespace, pages[5:6], owner="a", quota=0.5)
+    assert pool.ref_count(pages[5]) == 0
+    frozen.insert("one", "a/x", pages[5:8], owner="a", quota=0.5)  # in the place of the first
+    frozen.insert("one", "b", pages[8:13], owner="b", quota=0.5)
+    with pytest.raises(ValueError, match="10 of at most 10 are taken"):
+        frozen.insert("two", "c", pages[13:14], owner="c", quota=0.5)
+    frozen.delete("two", "a/y")
+    frozen.insert("again", "a/z", pages[3:5], owner="a", quota=0.5)
+    pool.check([entry.pages for entry in frozen.list()])
+
+
 def test_replacing_an_entry_keeps_the_pages_that_both_hold():
     pool = PagePool(4, 16)
     frozen = FrozenPool(pool)

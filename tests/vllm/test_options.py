@@ -196,9 +196,10 @@ def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, s
     [
         ({"op": "thaw", "token": "secret"}, "op must be freeze, delete or list, got 'thaw'"),
         ({"token": "secret"}, "op must be freeze, delete or list, got 'None'"),
-        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have op, name and token"),
-        ("list", "control must have op, name and token"),
-        (None, "control must have op, name and token"),
+        ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
+        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have name, op, owner, quota, token"),
+        ("list", "control must have name, op, owner, quota, token"),
+        (None, "control must have name, op, owner, quota, token"),
     ],
     ids=str,
 )

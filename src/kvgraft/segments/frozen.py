@@ -27,12 +27,14 @@ class PinnablePages(Protocol):
 
 @dataclass(frozen=True)
 class FrozenEntry:
-    """What is frozen under one name. `num_shed` pages were given back under memory pressure."""
+    """What is frozen under one name. `num_shed` pages were given back under memory pressure; `owner`, who may have
+    several namespaces, is who is charged for the others."""
 
     name: str
     namespace: str
     pages: tuple[int, ...]
     num_shed: int = 0
+    owner: str = ""
 
 
 class FrozenPool:
@@ -56,8 +58,18 @@ class FrozenPool:
         self.capacity = capacity
         self._entries: dict[tuple[str, str], FrozenEntry] = {}
 
-    def insert(self, name: str, namespace: str, pages: Sequence[int]) -> FrozenEntry:
-        """Pin pages that hold content. An entry of that name in this namespace is replaced."""
+    def insert(
+        self, name: str, namespace: str, pages: Sequence[int], owner: str | None = None, quota: float = 1.0
+    ) -> FrozenEntry:
+        """Pin pages that hold content. An entry of that name in this namespace is replaced.
+
+        Args:
+            owner: who is charged; None: the namespace.
+            quota: share of the capacity that this owner may take.
+
+        Raises:
+            ValueError: no pages, or more than there is room for.
+        """
         if not pages:
             raise ValueError(f"nothing to freeze under {name!r}: the text fills no whole block")
         others = {page for key, e in self._entries.items() if key != (namespace, name) for page in e.pages}
@@ -66,10 +78,18 @@ class FrozenPool:
             raise ValueError(
                 f"{name!r} needs {len(set(pages) - others)} frozen pages, but {len(others)} of at most {room} are taken"
             )
+        owner = namespace if owner is None else owner
+        mine = (e for e in self._entries.values() if e.owner == owner and (e.namespace, e.name) != (namespace, name))
+        charged = {page for entry in mine for page in entry.pages}
+        if len(charged | set(pages)) > int(quota * room):
+            raise ValueError(
+                f"{name!r} needs {len(set(pages) - charged)} frozen pages, but its owner has {len(charged)} of at most "
+                f"{int(quota * room)}, a share of {quota:.2g}"
+            )
         self.pool.acquire(pages)
         if (namespace, name) in self._entries:
             self.delete(name, namespace)
-        entry = FrozenEntry(name, namespace, tuple(pages))
+        entry = FrozenEntry(name, namespace, tuple(pages), owner=owner)
         self._entries[namespace, name] = entry
         return entry
 

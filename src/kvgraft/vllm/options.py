@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from kvgraft.methods import require_share
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import make_policy, parse_policy
@@ -68,24 +69,35 @@ class RequestOptions:
 @dataclass(frozen=True)
 class Control:
     """An operation on the frozen pool, sent by the front door as a request of its own: the one way into the engine
-    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored."""
+    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored.
 
-    op: str  # freeze | delete | list
+    Attributes:
+        op: freeze, delete or list.
+        owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
+        quota: share of the frozen capacity that this owner may take.
+    """
+
+    op: str
     name: str = ""
+    owner: str = ""
+    quota: float = 1.0
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
-        """From `{"op": ..., "name": ..., "token": ...}`; the token proves that the front door sent it.
+        """From its fields and `token`, which proves that the front door sent it.
 
         Raises:
-            ValueError: a wrong token or an operation that does not exist.
+            ValueError: a wrong token, an operation that does not exist, or a quota that is no share.
         """
-        if not isinstance(given, Mapping) or not given.keys() <= {"op", "name", "token"}:
-            raise ValueError("control must have op, name and token")
+        known = {"token", *(f.name for f in fields(cls))}
+        if not isinstance(given, Mapping) or not given.keys() <= known:
+            raise ValueError(f"control must have {', '.join(sorted(known))}")
         token, expected = str(given.get("token", "")), os.environ.get(CONTROL_TOKEN, "")
         if not expected or not hmac.compare_digest(token.encode(), expected.encode()):
             raise ValueError("control operations come from the front door only")
-        control = cls(str(given.get("op")), str(given.get("name", "")))
+        quota = given.get("quota", 1.0)
+        require_share("quota", quota)
+        control = cls(str(given.get("op")), str(given.get("name", "")), str(given.get("owner", "")), quota)
         if control.op not in ("freeze", "delete", "list"):
             raise ValueError(f"op must be freeze, delete or list, got {control.op!r}")
         return control

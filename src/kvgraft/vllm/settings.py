@@ -25,6 +25,7 @@ class Settings:
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
         frozen_capacity: share of the pool that frozen blocks may take.
+        frozen_quota: share of that which one tenant may take, whatever its namespaces; None: equal ones for all keys.
         store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
         store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0 and no store_dir: no store.
         store_disk_gib, store_quota, store_int8: of the store, see `StoreOptions`.
@@ -41,6 +42,7 @@ class Settings:
     require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
+    frozen_quota: float | None = None
     store_dir: str | None = None
     store_ram_gib: float = 0.0
     store_disk_gib: float = 16.0
@@ -98,8 +100,10 @@ class Settings:
             require_layers("exits", layer)
         for name in ("watermark", "frozen_capacity", "min_graft_share"):
             require_share(name, getattr(settings, name))
-        for name in ("watermark", "frozen_capacity"):
-            if not getattr(settings, name):
+        if settings.frozen_quota is not None:
+            require_share("frozen_quota", settings.frozen_quota)
+        for name in ("watermark", "frozen_capacity", "frozen_quota"):
+            if getattr(settings, name) == 0:
                 raise ValueError(f"{name} must be above 0")
         require_amount("document_gib", settings.document_gib)
         if not (settings.store_dir is None or isinstance(settings.store_dir, str)):

@@ -3,6 +3,7 @@ import pytest
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
 from kvgraft.vllm.server.arguments import BUNDLED_NAMES, parse
+from kvgraft.vllm.server.door import FrontDoor
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
 from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
 
@@ -120,6 +121,8 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-policy", "magic"], "unknown policy 'magic'"),
         (["--kvgraft-watermark", "2"], "watermark must be a share"),
         (["--kvgraft-watermark", "0"], "watermark must be above 0"),
+        (["--kvgraft-frozen-quota", "0"], "frozen_quota must be above 0"),
+        (["--kvgraft-frozen-quota", "1.5"], "frozen_quota must be a share"),
         (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
         (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),
         (["--api-key", "a", "--kvgraft-single-tenant"], "for a server without API keys"),
@@ -156,3 +159,17 @@ def test_our_plugin_is_allowed_and_no_other_is_taken_away():
     assert allowed_plugins("mine,yours") == "kvgraft,mine,yours"
     assert allowed_plugins("") == "kvgraft"
     assert {"kvgraft", "lora_filesystem_resolver"} <= set(allowed_plugins(None).split(","))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "quota"),
+    [
+        ([], 1.0),
+        (["--api-key", "a"], 1.0),
+        (["--api-key", "a", "b", "c", "d"], 0.25),
+        (["--api-key", "a", "b", "--kvgraft-frozen-quota", "0.75"], 0.75),
+        (["--kvgraft-frozen-quota", "0.75"], 0.75),
+    ],
+)
+def test_tenants_have_equal_shares_of_what_may_be_frozen_unless_said_otherwise(arguments: list[str], quota: float):
+    assert FrontDoor(parse(arguments)).segments.quota == quota

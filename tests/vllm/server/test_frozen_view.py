@@ -21,6 +21,7 @@ class Engine:
         self.asked: list[str] = []
 
     async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
+        assert (control.owner, control.quota) == (tenant.label, 0.25), "whatever the namespace"
         self.asked.append(control.op)
         if control.op == "list":
             return {"segments": [dict(segment) for segment in self.held.values()]}
@@ -43,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 @pytest.fixture
 def segments(engine: Engine) -> FrozenSegments:
-    return FrozenSegments(lambda: engine)
+    return FrozenSegments(lambda: engine, 0.25)
 
 
 def operate(segments: FrozenSegments, op: str, name: str = "", length: int = 1) -> dict[str, Any]:

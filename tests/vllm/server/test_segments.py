@@ -98,14 +98,17 @@ def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(adm
     assert "a/b c" in again.json()["error"]["message"]
 
 
-def test_more_than_the_pool_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
-    for number in range(2):
-        freeze(admin, ALICE, str(number), text=texts.document(4000))
-    wanted = {"name": "2", "tenant": LABELS[ALICE], "text": texts.document(4000)}
-    refused = admin.post(PATH, json=wanted)
-    assert refused.status_code == 409
-    assert refused.json()["error"]["message"]
-    assert [segment["name"] for segment in listed(admin, LABELS[ALICE])] == ["0", "1"]
+def test_more_than_a_tenant_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
+    """Half of the capacity, as there are two tenants."""
+    freeze(admin, ALICE, "0", text=texts.document(4000))
+    for namespace in ("", "wide"):
+        wanted = {"name": "1", "tenant": LABELS[ALICE], "text": texts.document(4000), "namespace": namespace}
+        refused = admin.post(PATH, json=wanted)
+        assert refused.status_code == 409
+        assert "of at most 159, a share of 0.5" in refused.json()["error"]["message"]
+    assert [segment["name"] for segment in listed(admin, LABELS[ALICE])] == ["0"]
+    assert listed(admin, LABELS[ALICE], "wide") == []
+    freeze(admin, BOB, "0", text=texts.document(4000))
 
 
 def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin: httpx.Client, texts: Any):

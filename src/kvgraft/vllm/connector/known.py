@@ -118,7 +118,8 @@ class KnownText:
             held = self.frozen.pages
             self.pool.hit_counts[[page for page in blocks[:num_blocks] if page not in held]] = 0
             try:
-                entry = self.frozen.insert(control.name, namespace, blocks[:num_blocks])
+                pages, owner = blocks[:num_blocks], control.owner or namespace
+                entry = self.frozen.insert(control.name, namespace, pages, owner, control.quota)
             except ValueError as error:
                 return _error(409, str(error))
             return {"segment": self._describe(entry), "num_segments": len(self.frozen.list(namespace))}

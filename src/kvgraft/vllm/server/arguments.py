@@ -30,6 +30,7 @@ SETTINGS = (  # of the connector, that have a flag
     "require_clean_context",
     "watermark",
     "frozen_capacity",
+    "frozen_quota",
     "document_gib",
     "store_dir",
     "store_ram_gib",
@@ -99,6 +100,7 @@ def _make_parser() -> FlexibleArgumentParser:
     )
     own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
     own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
+    own.add_argument("--kvgraft-frozen-quota", type=float, help="Share of that which one tenant may take.")
     own.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
     own.add_argument("--kvgraft-store-dir", help="Directory for exact blocks, which outlasts the server.")
     own.add_argument("--kvgraft-store-ram-gib", type=float, help="Host memory for exact blocks that vLLM reclaims.")

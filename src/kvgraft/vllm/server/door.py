@@ -28,7 +28,7 @@ class FrontDoor:
         store = self.settings.store
         self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
         self.ledger = Ledger(self.keyring.tenants)
-        self.segments = FrozenSegments(lambda: self.guard)
+        self.segments = FrozenSegments(lambda: self.guard, self.settings.frozen_quota or 1 / len(self.keyring.tenants))
         self._guard: EngineGuard | None = None
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
@@ -22,10 +23,11 @@ class FrozenSegments:
 
     Args:
         guard: gives the way into the engine, once there is one.
+        quota: share of the frozen capacity that one tenant may take.
     """
 
-    def __init__(self, guard: Callable[[], EngineGuard]) -> None:
-        self._guard = guard
+    def __init__(self, guard: Callable[[], EngineGuard], quota: float) -> None:
+        self._guard, self.quota = guard, quota
         self._known: dict[Place, dict[str, Segment]] = {}  # by name; only namespaces that have segments
         self._asked_at: dict[Place, float] = {}  # when they were listed last
         self._refreshing = asyncio.Lock()
@@ -40,7 +42,8 @@ class FrozenSegments:
         """
         if not os.environ.get(CONTROL_TOKEN):
             raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
-        answer = await self._guard().control(tenant, namespace, control, token_ids or NO_TEXT)
+        charged = replace(control, owner=tenant.label, quota=self.quota)
+        answer = await self._guard().control(tenant, namespace, charged, token_ids or NO_TEXT)
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
         if not answer.keys() & {"segments", "segment"}:
