@@ -21,6 +21,7 @@ from kvgraft.vllm.options import (
     Report,
     RequestOptions,
     check_name,
+    namespace_label,
     served_policy,
 )
 
@@ -189,6 +190,13 @@ def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, s
     with pytest.raises(ValueError, match="front door"):
         Control.parse({"op": "list", "token": shown})
     assert CONTROL_TOKEN not in os.environ
+
+
+def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
+    assert namespace_label("") == ""
+    shown = {namespace_label(salt) for salt in ("secret", "another", "a" * 64, "g" * 64 + ":x", "ab:x")}
+    assert len(shown) == 5
+    assert all(re.fullmatch("[0-9a-f]{8}", label) for label in shown)
 
 
 @pytest.mark.parametrize(

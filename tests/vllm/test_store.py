@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
+from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.store_side import StoreSide
+from kvgraft.vllm.connector.stored import StoredText
+from kvgraft.vllm.connector.tracked import Tracked
+from kvgraft.vllm.options import Control
+from kvgraft.vllm.server.tenancy import Salts, Tenant
 
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
+    from kvgraft.vllm.connector.known import KnownText
 
 pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
@@ -96,6 +102,18 @@ def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]]
     moved, known = run([MOVED, KNOWN], [EVERYTHING, OFF], [], store_dir=str(tmp_path / "store"))
     assert [known[-1]["tokens"], moved[0]["tokens"]] == plain
     assert moved[0]["report"]["grafted_tokens"] == 0
+
+
+def test_what_is_stored_says_whose_it_is():
+    salt = Salts().of(Tenant.of("key"), "wiki")
+    request = SimpleNamespace(cache_salt=salt, all_token_ids=list(range(32)))
+    tracked = Tracked(request, Control("list"), scope_digest("model", salt), source=1)
+    tracked.num_offered = 2
+    known = SimpleNamespace(block_size=16, cuts=(None, []), pool=SimpleNamespace(acquire=lambda pages: None))
+    stored = StoredText(cast("KnownText", known), num_ranks=1)
+    stored.keep(tracked, [5, 6], ended=True)
+    [keep] = stored.take_orders().keeps
+    assert keep.chunk.namespace == f"{Tenant.of('key').label}/wiki"
 
 
 def test_a_load_that_fails_is_a_miss():

@@ -30,7 +30,7 @@ KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys,
 @segments_app.command("list")
 def list_segments(
     directory: DirOption,
-    namespace: Annotated[str | None, typer.Option(help="Only this one's.", show_default="all")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only this one's, as it is listed.", show_default="all")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """What is stored, least recently used first, and how much of it belongs to whom."""

@@ -3,8 +3,10 @@
 A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `Report` in the same place.
 """
 
+import hashlib
 import hmac
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -17,6 +19,8 @@ from kvgraft.prefill.report import PrefillReport
 
 KEY = "kvgraft"  # in kv_transfer_params
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that front door and engine share
+_LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the front door
+_LABEL_LENGTH = 8  # hexadecimal digits
 MAX_NAME = 128  # characters of a namespace or a segment name
 _OWN_FIELDS = ("policy", "reuse", "match", "namespace")
 
@@ -126,6 +130,19 @@ class Report(PrefillReport):
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""
         return {KEY: asdict(self)}
+
+
+def labelled(key: str, label: str) -> str:
+    """A `cache_salt` that is as secret as this key, 64 hexadecimal digits, and says whose namespace it is."""
+    return f"{key}:{label}"
+
+
+def namespace_label(cache_salt: str) -> str:
+    """What may be shown of a namespace: the label that the front door gave it; else, as the client's own salt may be
+    its secret, a digest of that."""
+    if (found := _LABELLED.fullmatch(cache_salt)) is not None:
+        return found[1]
+    return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
 
 
 def served_policy(text: str) -> Policy:

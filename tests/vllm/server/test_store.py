@@ -18,6 +18,7 @@ from running import ADMIN, ALICE, BOB, RunningServer, running
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.segments.store import StoreDirectory
 from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.server.tenancy import Tenant
 
 pytestmark = pytest.mark.vllm
 BLOCKS = 128  # of 32 tokens in the pool: two texts of 2000 tokens fill it
@@ -123,6 +124,8 @@ def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
             wait_until_stored(directory, [late])
             reused(two, BOB, texts.document())  # what others have written is told in its steps
             check_disk(two, moved(late))
+    with StoreDirectory(directory) as stored:
+        assert {row.record.chunk.namespace for row in stored.list()} == {Tenant.of(key).label for key in (ALICE, BOB)}
     assert (directory.stat().st_mode & 0o777, (directory / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from running import ADMIN, ALICE, BOB
 
+from kvgraft.vllm.options import namespace_label
 from kvgraft.vllm.server import tenancy
 from kvgraft.vllm.server.keys import Keys, check_exposure
 from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
@@ -52,6 +53,15 @@ def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
     assert salts.of(alice, "", None) == salts.of(alice)
     assert Salts().of(alice) != salts.of(alice)
     assert salts.nobody() not in {*keys, salts.nobody()}
+
+
+def test_the_cache_key_says_whose_it_is_and_gives_nothing_away():
+    salts, alice = Salts(), Tenant.of(ALICE)
+    keys = [salts.of(alice), salts.of(alice, "wiki"), salts.of(alice, "wiki", "hers"), salts.of(alice, "", "hers")]
+    label = alice.label
+    assert [namespace_label(key) for key in keys] == [label, f"{label}/wiki", f"{label}/wiki+salt", f"{label}+salt"]
+    assert len({key[:64] for key in keys}) == len(keys), "what is secret does not depend on the label"
+    assert not any(ALICE in key or "hers" in key for key in keys)
 
 
 def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

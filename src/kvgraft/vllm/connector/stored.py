@@ -51,7 +51,7 @@ class StoredText:
             where = slice(begin, min(begin + CHUNK_BLOCKS, stop))
             part = tokens[where.start * size : where.stop * size]
             source = self._first_source + tracked.source
-            chunk = Chunk(tracked.scope, "", tuple(chains[where]), part, source, begin * size)
+            chunk = Chunk(tracked.scope, tracked.label, tuple(chains[where]), part, source, begin * size)
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
                 self.known.pool.acquire(self._keeping[chunk.key])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvgraft.prefill.plan import Plan
-from kvgraft.vllm.options import Control, Report, RequestOptions
+from kvgraft.vllm.options import Control, Report, RequestOptions, namespace_label
 
 NEVER = 1 << 62  # a position behind every token
 
@@ -103,3 +103,8 @@ class Tracked:
     def namespace(self) -> str:
         """The isolation key, which vLLM folds into its own hashes too."""
         return self.request.cache_salt or ""
+
+    @property
+    def label(self) -> str:
+        """What may be shown of the namespace."""
+        return namespace_label(self.namespace)

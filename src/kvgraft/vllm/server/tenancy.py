@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvgraft.segments.store.files import private_directory, write_file
+from kvgraft.vllm.options import labelled
 from kvgraft.vllm.server.keys import Keys
 
 LABEL_LENGTH = 8  # hexadecimal digits
@@ -107,9 +108,12 @@ class Salts:
         self._secret = secrets.token_bytes(32) if directory is None else _lasting_secret(directory)
 
     def of(self, tenant: Tenant, namespace: str = "", cache_salt: str | None = None) -> str:
-        """The key under which a tenant's content is cached, narrowed by what the client chose; 64 hex digits."""
+        """The key under which a tenant's content is cached, narrowed by what the client chose, 64 hex digits; behind it
+        what operators are shown of it: the tenant's label, the namespace, and whether a salt narrows it further."""
         parts = (self._secret, tenant.identity, namespace.encode(), (cache_salt or "").encode())
-        return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+        key = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+        place = f"{tenant.label}/{namespace}" if namespace else tenant.label
+        return labelled(key, f"{place}+salt" if cache_salt else place)
 
     def nobody(self) -> str:
         """A key that is never given out again, for a request without an owner: it shares nothing."""
