@@ -109,6 +109,24 @@ def test_it_is_read_as_text_and_loads_nothing_from_elsewhere(page: Page, server:
     assert page.complaints == []
 
 
+@pytest.mark.usefixtures("document")
+@pytest.mark.parametrize("key", [ALICE, ADMIN])
+def test_on_a_phone_everything_is_on_the_screen(page: Page, server: RunningServer, key: str):
+    show(page, server, key, width=390)
+    page.wait_until("document.querySelectorAll('#segments tbody tr').length > 0")
+    outside = """[...document.querySelectorAll('main *')].filter(element => {
+        const box = element.getBoundingClientRect();
+        return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth);
+    }).map(element => `${element.tagName} ${element.className} ${element.textContent.slice(0, 40)}`)"""
+    assert page.evaluate(outside) == []
+    numbers = "[...document.querySelector('#{0} tbody tr').querySelectorAll('td.number')]"
+    for table, count in (("recent", 2), ("segments", 4)):
+        shown = page.evaluate(f"{numbers.format(table)}.map(cell => cell.getBoundingClientRect().width > 0)")
+        assert shown == [True] * count
+    named = page.evaluate(f"{numbers.format('segments')}.map(cell => getComputedStyle(cell, '::before').content)")
+    assert [text.split('"')[1] for text in named] == ["Tokens", "Blocks", "Shed", "Hits"]
+
+
 def test_the_policy_of_the_page_lets_no_foreign_script_run(page: Page, server: RunningServer):
     show(page, server, ALICE)
     page.evaluate("""document.body.append(Object.assign(document.createElement("script"),
