@@ -1,14 +1,11 @@
 """Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same head map."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from engines import ENVIRONMENT, words
 from test_compat import configure
 from vllm.config import VllmConfig
@@ -61,10 +58,7 @@ def run(
 ) -> dict[str, Any]:
     """What `by_head.py` says of these rounds of (prompt, max_tokens)."""
     given = {"model": str(model), "settings": settings, "rounds": rounds} | more
-    script = [sys.executable, str(Path(__file__).parent / "by_head.py")]
-    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout)
+    said: dict[str, Any] = warm.run(Path(__file__).with_name("by_head.py"), given, **ENVIRONMENT)
     assert said["left"] == said["blocks"], "all blocks come back"
     assert said["refs"] == 0
     return said

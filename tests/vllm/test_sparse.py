@@ -1,14 +1,11 @@
 """Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are never stale."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, Ask, words
 from processes import HostProcess
 from test_compat import configure
@@ -26,10 +23,7 @@ MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 
 def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
     """What `sparse_engine.py` says."""
     given = {"model": str(model), "flow": flow, "rounds": [[asdict(a) for a in asks] for asks in rounds]} | more
-    script = [sys.executable, str(Path(__file__).parent / "sparse_engine.py")]
-    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout)
+    said: dict[str, Any] = warm.run(Path(__file__).with_name("sparse_engine.py"), given, **ENVIRONMENT)
     return said
 
 

@@ -82,10 +82,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     environment = {name: value for name, value in os.environ.items() if name not in (API_KEY, CONTROL_TOKEN)}
     environment |= {PLUGINS: "kvgraft", ADMIN_KEY: ADMIN}
     log = tmp_path_factory.mktemp("plain") / "log"
-    with running(
-        [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment
-    ) as s:
-        yield s
+    with running(["-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment) as server:
+        yield server
 
 
 @pytest.mark.vllm
