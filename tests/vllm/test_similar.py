@@ -15,7 +15,6 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import Facts, make_documents
 from kvgraft.testbed.tasks import read
 
-pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 EVERYTHING = {"policy": "sparsex", "topk": 1.0}
 SETTINGS: dict[str, Any] = {"match": "similar:tau=0.4", "exits": [2, 3]}

@@ -20,6 +20,11 @@ MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
 MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
+def slow(flow: str) -> Any:
+    """A flow for `make test-all`."""
+    return pytest.param(flow, marks=pytest.mark.slow)
+
+
 def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
     """What `sparse_engine.py` says."""
     given = {"model": str(model), "flow": flow, "rounds": [[asdict(a) for a in asks] for asks in rounds]} | more
@@ -41,14 +46,16 @@ def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("flow", ["quest", "opus_coarse_fine", "streaming"])
+@pytest.mark.parametrize("flow", ["quest", slow("opus_coarse_fine"), slow("streaming")])
 def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProcess, flow: str):
     said = run(model, f"{flow}:k=64,layers_skip=none", MIXED, everything=True)
     assert said["tokens"][0] == [answer.tokens for answer in plain.ask(*MIXED)]
     assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
 
 
-@pytest.mark.parametrize("flow", ["block_topk:k=3", "double_sparse:k=2,layers_skip=0+2", f"{MINE}:k=2,fine=1.5"])
+@pytest.mark.parametrize(
+    "flow", ["block_topk:k=3", slow("double_sparse:k=2,layers_skip=0+2"), slow(f"{MINE}:k=2,fine=1.5")]
+)
 def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
     said = run(model, flow, MIXED)
     assert said["tokens"][0] == natively(native, flow, MIXED)
@@ -71,6 +78,7 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: 
     assert found == natively(native, flow, [exact, shared])
 
 
+@pytest.mark.slow
 def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
     prompt = words(10 * BLOCK, 1)
     first = Ask(prompt, max_tokens=5 * BLOCK)
@@ -81,6 +89,7 @@ def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
         assert said["grafted"][1] == [0]
 
 
+@pytest.mark.slow
 def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: Engine):
     said = run(model, "h2o:k=3", MIXED, MIXED, reuse=False)
     assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:k=3", MIXED)

@@ -17,7 +17,6 @@ from kvgraft.vllm.connector.store_side import StoreSide
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
 
-pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "topk": 1.0}, {"reuse": "off"}
 SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}

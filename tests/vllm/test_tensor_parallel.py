@@ -12,7 +12,7 @@ from kvgraft.engine.text import load_tokenizer
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.scenarios import make_scenarios
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 POLICIES = {
     "sparse": {"policy": "sparsex", "boundary": 1, "topk": 0.1},

@@ -86,7 +86,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain: RunningServer, texts: Any):
     document = texts.document()
     complete(plain, "any", document)
@@ -100,7 +100,7 @@ def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain
         assert client.get(PATH).status_code == 403
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 def test_in_plain_vllm_freezing_takes_a_secret_from_the_environment(plain: RunningServer):
     with plain.http(ADMIN) as client:
         answer = client.post(PATH, json={"name": "x", "text": "the " * 100})

@@ -18,7 +18,7 @@ from kvgraft.engine.text import load_tokenizer
 from kvgraft.segments.store import StoreDirectory
 from kvgraft.testbed import MODEL_DIR
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.slow
 BLOCKS = 128  # of 32 tokens in the pool: two texts of 2000 tokens fill it
 
 
