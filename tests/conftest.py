@@ -7,14 +7,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each process has one thread, and so has all that it starts
+    os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "1", "nobind"
+    torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
 import properties
+import tiers
 from models import FAMILIES, make_model
 
+IN_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 properties.register()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts vLLM and what is for `make test-all`, and say what goes together."""
+    for item in items:
+        if tiers.starts_vllm(item):
+            item.add_marker("vllm")
+    for item in tiers.left_out(items):
+        item.add_marker("slow")
+    if IN_PARALLEL:
+        items.sort(key=tiers.rank_of)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(tiers.group_of(item)))
 
 
 @pytest.fixture(scope="session", autouse=True)

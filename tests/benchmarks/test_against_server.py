@@ -21,7 +21,7 @@ from servers import ServerOptions, start
 from soak_traffic import Traffic
 from workload import Ask, Shape, make_workload, single_token_words
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.slow
 KEYS, ADMIN = ["first-key", "second-key", "third-key"], "admin-key"
 LENGTH = 2048
 WORDS = single_token_words(*local_tokenizer(MODEL_DIR))

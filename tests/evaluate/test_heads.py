@@ -72,6 +72,7 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
         assert effect[layer, head] == pytest.approx(float(apart), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
     host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(redknot.MODEL_DIR / "heads.json")
@@ -120,6 +121,7 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
         heads.generated_samples(engine, seed=0, count=1, length=512)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     out, plot = tmp_path / "heads.json", tmp_path / "heads.png"
     arguments = ["profile-heads", str(MODEL_DIR), "--samples", "4", "--length", "512", "--window", "64"]

@@ -5,7 +5,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kvgraft.evaluate.servers import serving
 from kvgraft.evaluate.serving import ServingReport, render, run_serving_demo
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -131,8 +131,11 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
 @pytest.mark.parametrize(
     "kind", [[range(LONG_CONTEXT + 101, LONG_CONTEXT + 102), [12]], [range(LONG_CONTEXT, LONG_CONTEXT + 70)]]
 )
-def test_long_contexts(kind: list, in_order: bool, size: int, dtype: torch.dtype, implementation: str):
+def test_long_contexts(
+    kind: list, in_order: bool, size: int, dtype: torch.dtype, implementation: str, monkeypatch: pytest.MonkeyPatch
+):
     """Where the cores share one head, and where what lies before a chunk needs no mask."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     positions = [torch.tensor(list(at)) for at in kind]
     slots = torch.arange(2 * LONG_CONTEXT) if in_order else torch.randperm(2 * LONG_CONTEXT)
     layout = AttentionLayout.of(positions, [slots[None, 20:], slots[None, :20]][: len(kind)])

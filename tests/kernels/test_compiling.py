@@ -69,8 +69,8 @@ compile_only()
     [
         (ALIGN, {"_align_copy"}),
         (TOPK, {"_radix"}),
-        (ATTENTION, {"_segpaged", "_sparse"}),
-        (FLOWS, {"fused"}),
+        pytest.param(ATTENTION, {"_segpaged", "_sparse"}, marks=pytest.mark.slow),
+        pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
     ],
     ids=["align", "topk", "attention", "flows"],
 )

@@ -2,7 +2,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,9 +9,8 @@ from models import make_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
-if TYPE_CHECKING:
-    from hosts import Host
-    from processes import HostProcess
+from hosts import Host
+from processes import HostProcess
 
 
 def _has_vllm() -> bool:
@@ -36,25 +34,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["HostProcess"]:
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostProcess]:
     """The truth: vLLM without our connector, in a process of its own."""
-    from processes import HostProcess
-
     process = HostProcess(model, tmp_path_factory.mktemp("plain") / "log", with_kvgraft=False)
     yield process
     process.close()
 
 
 @pytest.fixture(scope="session")
-def engine_with_connector(model: Path, plain: "HostProcess") -> "Host":
+def engine_with_connector(model: Path, plain: HostProcess) -> Host:
     """The one engine with our connector that can live in this process; starts while the plain one does."""
-    from hosts import Host
-
     return Host(model)
 
 
 @pytest.fixture
-def host(engine_with_connector: "Host") -> Iterator["Host"]:
+def host(engine_with_connector: Host) -> Iterator[Host]:
     """Knows nothing at the start of a test, and must be in order at its end."""
     engine_with_connector.forget()
     yield engine_with_connector

@@ -6,7 +6,6 @@ for each a line: the list of `Answer` or the number.
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
+import warm  # noqa: E402
 from engines import ENVIRONMENT, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine  # noqa: E402
 from hosts import Host  # noqa: E402
 
@@ -33,14 +33,7 @@ class HostProcess:
         self._log = log
         self._kept: dict[str, Answer] = {}
         with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | ENVIRONMENT,
-                text=True,
-            )
+            self._process = warm.start([__file__, arguments], os.environ | ENVIRONMENT, errors)
 
     def ask(self, *asks: Ask) -> list[Answer]:
         """Answers to requests that arrive together."""
@@ -61,8 +54,7 @@ class HostProcess:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        self._process.end()
 
     def _exchange(self, message: Any) -> Any:
         to, answers = self._process.stdin, self._process.stdout

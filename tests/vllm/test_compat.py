@@ -79,7 +79,9 @@ def test_what_is_supported_passes(changes: dict[str, Any]):
     check_supported(configure(**changes), cache_of(spec_of()))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "qwen2")), "qwen3"]
+)
 def test_every_family_passes(tmp_path: Path, family: str):
     check_supported(configure(model=str(make_model(tmp_path, family))), cache_of(spec_of()))
 

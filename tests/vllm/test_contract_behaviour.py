@@ -3,15 +3,13 @@
 Each failure says what of ours depends on the fact. Names and signatures are in `test_contract.py`.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
+from engines import ENVIRONMENT
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -462,15 +460,10 @@ def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters:
     torch.testing.assert_close(moved.flatten(1), at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this")
 
 
-@pytest.mark.vllm
 def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
-    one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # tiny layers
-    env = os.environ | one_thread | {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     documents = [[20 + (i * i + 7 * d) % 400 for i in range(150)] for d in range(2)]
     prompt = [*range(30, 70), *documents[1], *documents[0], *range(90, 100)]
     job = {"read": [[*documents[0], *documents[1]]], "prompts": [prompt], "options": [{"topk": 1.0}, {"reuse": "off"}]}
-    done = subprocess.run([sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-    [[full, off]] = json.loads(done.stdout.splitlines()[-1])
+    [[full, off]] = warm.run(ENGINE, job, **ENVIRONMENT)
     assert full["report"]["grafted_tokens"] >= 200, "the whole way through a real engine grafts"
     assert full["tokens"] == off["tokens"], "recomputing everything through the stock layers is exact"

@@ -1,14 +1,11 @@
 """Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same head map."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from engines import ENVIRONMENT, words
 from test_compat import configure
 from vllm.config import VllmConfig
@@ -61,10 +58,7 @@ def run(
 ) -> dict[str, Any]:
     """What `by_head.py` says of these rounds of (prompt, max_tokens)."""
     given = {"model": str(model), "settings": settings, "rounds": rounds} | more
-    script = [sys.executable, str(Path(__file__).parent / "by_head.py")]
-    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout)
+    said: dict[str, Any] = warm.run(Path(__file__).with_name("by_head.py"), given, **ENVIRONMENT)
     assert said["left"] == said["blocks"], "all blocks come back"
     assert said["refs"] == 0
     return said
@@ -104,6 +98,7 @@ def test_the_pool_holds_sinks_and_windows_only(conversation: tuple[list[Any], di
     assert held[:, [g for g in range(held.shape[1]) if g not in local]].min() == -(-740 // BLOCK)
 
 
+@pytest.mark.slow
 def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Path, native: Engine):
     """1000 tokens take 32 blocks of 6 heads that keep everything and 7 of the 10 others, instead of 32 of 16."""
     sessions = [[(words(1000, seed), 40) for seed in range(10)]]
@@ -114,6 +109,7 @@ def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Pa
         assert tokens == expected(native, prompt, max_tokens)
 
 
+@pytest.mark.slow
 def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Path, native: Engine):
     rounds = [[(words(200 + 10 * seed, seed), 200) for seed in range(6)]]
     said = run(model, settings_of(head_map, num_gpu_blocks_override=90, max_model_len=512), rounds)

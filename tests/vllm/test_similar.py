@@ -1,23 +1,20 @@
 """Near-duplicates and partial-layer reuse inside vLLM: what exact matching misses is grafted, and answers are those of
 the native engine."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
+from engines import ENVIRONMENT
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import Facts, make_documents
 from kvgraft.testbed.tasks import read
 
-pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}
 SETTINGS: dict[str, Any] = {"match": "similar:tau=0.4", "residual_layers": [2, 3]}
@@ -33,12 +30,7 @@ OFF = {"reuse": "off"}
 
 def run(read_first: list[list[int]], prompts: list[list[int]], options: list[dict[str, Any]]) -> list[list[Any]]:
     job = {"read": read_first, "prompts": prompts, "options": options, "settings": SETTINGS}
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[list[Any]] = warm.run(ENGINE, job, **ENVIRONMENT)
     return found
 
 

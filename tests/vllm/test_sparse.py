@@ -1,14 +1,11 @@
 """Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are never stale."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, Ask, words
 from processes import HostProcess
 from test_compat import configure
@@ -23,13 +20,15 @@ MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
 MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
+def slow(flow: str) -> Any:
+    """A flow for `make test-all`."""
+    return pytest.param(flow, marks=pytest.mark.slow)
+
+
 def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
     """What `sparse_engine.py` says."""
     given = {"model": str(model), "flow": flow, "rounds": [[asdict(a) for a in asks] for asks in rounds]} | more
-    script = [sys.executable, str(Path(__file__).parent / "sparse_engine.py")]
-    done = subprocess.run(script, input=json.dumps(given), capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout)
+    said: dict[str, Any] = warm.run(Path(__file__).with_name("sparse_engine.py"), given, **ENVIRONMENT)
     return said
 
 
@@ -47,7 +46,7 @@ def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("flow", ["quest", "opus_coarse_fine", "streaming"])
+@pytest.mark.parametrize("flow", ["quest", slow(f"{PROPOSED}/opus.py:opus_coarse_fine"), slow("streaming")])
 def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProcess, flow: str):
     said = run(model, f"{flow}:topk_blocks=64,layers_skip=none", MIXED, everything=True)
     assert said["tokens"][0] == [answer.tokens for answer in plain.ask(*MIXED)]
@@ -56,7 +55,11 @@ def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProce
 
 @pytest.mark.parametrize(
     "flow",
-    ["block_topk:topk_blocks=3", "double_sparse:topk_blocks=2,layers_skip=0+2", f"{MINE}:topk_blocks=2,fine=1.5"],
+    [
+        "block_topk:topk_blocks=3",
+        slow("double_sparse:topk_blocks=2,layers_skip=0+2"),
+        slow(f"{MINE}:topk_blocks=2,fine=1.5"),
+    ],
 )
 def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
     said = run(model, flow, MIXED)
@@ -80,6 +83,7 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: 
     assert found == natively(native, flow, [exact, shared])
 
 
+@pytest.mark.slow
 def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
     prompt = words(10 * BLOCK, 1)
     first = Ask(prompt, max_tokens=5 * BLOCK)
@@ -90,6 +94,7 @@ def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
         assert said["grafted"][1] == [0]
 
 
+@pytest.mark.slow
 def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: Engine):
     said = run(model, "h2o:topk_blocks=3", MIXED, MIXED, reuse=False)
     assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:topk_blocks=3", MIXED)

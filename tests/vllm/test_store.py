@@ -1,15 +1,14 @@
 """The segment store inside vLLM: blocks that were evicted, or computed by an earlier server, come back."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+import warm
+from engines import ENVIRONMENT
 
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import StoreDirectory, StoreOptions
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
     from kvgraft.vllm.connector.planner import Planner
 
-pytestmark = pytest.mark.vllm
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "recompute_share": 1.0}, {"reuse": "off"}
 SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
@@ -38,13 +36,8 @@ def run(
     engine = SMALL | {"tensor_parallel_size": ranks}
     job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
-    env = os.environ | cores | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as in a server: the engine steps on after the last answer
-    done = subprocess.run(
-        [sys.executable, ENGINE], input=json.dumps(job), capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: the engine steps on after the last answer
+    return warm.run(ENGINE, job, **ENVIRONMENT | cores | alone)
 
 
 def flood(seed: int) -> list[list[int]]:
@@ -73,7 +66,8 @@ def test_without_a_store_they_are_gone():
     assert without["report"]["grafted_tokens"] == 0
 
 
-@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
 def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[int]], tmp_path: Path, int8: bool):
     settings = {
         "store_dir": str(tmp_path / "store"),

@@ -1,19 +1,18 @@
 """Two tensor-parallel ranks graft and recompute exactly what one does (float32, greedy)."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
+from engines import ENVIRONMENT
 
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.scenarios import make_scenarios
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 POLICIES = {
     "sparse": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1},
@@ -43,11 +42,9 @@ def make_job() -> dict[str, Any]:
 def run(job: dict[str, Any], ranks: int) -> list[Asked]:
     """Answers to every prompt, from an engine with that many ranks, one core each."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
-    env = os.environ | cores | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    text = json.dumps(job | {"engine": {"tensor_parallel_size": ranks}})
-    done = subprocess.run([sys.executable, ENGINE], input=text, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [dict(zip(POLICIES, answers, strict=True)) for answers in json.loads(done.stdout.splitlines()[-1])]
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    found = warm.run(ENGINE, job | {"engine": {"tensor_parallel_size": ranks}}, **ENVIRONMENT | cores | alone)
+    return [dict(zip(POLICIES, answers, strict=True)) for answers in found]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--chat-template", CHAT]
     arguments += ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
     log = tmp_path_factory.mktemp("server") / "log"
-    with running([sys.executable, *arguments], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as started:
+    with running(arguments, log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}, anew=True) as started:
         yield started
 
 

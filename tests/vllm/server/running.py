@@ -4,18 +4,22 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import warm
 from openai import OpenAI
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 900.0  # some twenty, unless the machine is busy
+SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+Process = subprocess.Popen[bytes] | warm.Program
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[RunningServer]:
-    """Start a server with `--port` added, wait until it answers, and end all of its processes."""
+def running(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, anew: bool = False
+) -> Iterator[RunningServer]:
+    """Start `python ARGUMENTS --port ...`, wait until it answers, and end all of its processes.
+
+    Args:
+        environment: all of it.
+        anew: as users start it; otherwise where vLLM has been imported already.
+    """
     port = free_port()
-    settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    arguments = [*arguments, "--port", str(port)]
+    environment = {**environment, **SETTINGS}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**environment, **settings},
-            start_new_session=True,
-        )
+        if anew:
+            command = [sys.executable, *arguments]
+            process: Process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        else:
+            process = warm.start(arguments, environment | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, output, output)
     server = RunningServer(f"http://127.0.0.1:{port}", log)
     try:
         _wait(server, process)
@@ -74,7 +86,7 @@ def running(command: list[str], log: Path, environment: Mapping[str, str]) -> It
             _end_group(process.pid)
 
 
-def _wait(server: RunningServer, process: subprocess.Popen[bytes]) -> None:
+def _wait(server: RunningServer, process: Process) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -82,13 +82,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     environment = {name: value for name, value in os.environ.items() if name not in (API_KEY, CONTROL_TOKEN)}
     environment |= {PLUGINS: "kvgraft", ADMIN_KEY: ADMIN}
     log = tmp_path_factory.mktemp("plain") / "log"
-    with running(
-        [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment
-    ) as s:
-        yield s
+    with running(["-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment) as server:
+        yield server
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain: RunningServer, texts: Any):
     document = texts.document()
     complete(plain, "any", document)
@@ -102,7 +100,7 @@ def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain
         assert client.get(PATH).status_code == 403
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 def test_in_plain_vllm_freezing_takes_a_secret_from_the_environment(plain: RunningServer):
     with plain.http(ADMIN) as client:
         answer = client.post(PATH, json={"name": "x", "text": "the " * 100})

@@ -11,7 +11,6 @@ from test_server import complete, elsewhere
 
 from chromium import Page
 
-pytestmark = pytest.mark.vllm
 ROWS = "[...document.querySelectorAll('#{0} tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
 MARKUP = "<img src=x onerror=document.title='owned'>"
 

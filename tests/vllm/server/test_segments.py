@@ -11,7 +11,6 @@ from test_server import BLOCK, complete, elsewhere
 from kvgraft.vllm.server.segments import MAX_MESSAGES, MAX_TEXT, PATH
 from kvgraft.vllm.server.tenancy import Tenant
 
-pytestmark = pytest.mark.vllm
 LABELS = {key: Tenant.of(key).label for key in (ALICE, BOB)}
 
 

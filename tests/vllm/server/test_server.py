@@ -12,7 +12,6 @@ from running import ADMIN, ALICE, BOB, RunningServer
 from kvgraft.vllm.server.middleware import MAX_BODY
 from kvgraft.vllm.server.tenancy import Tenant
 
-pytestmark = pytest.mark.vllm
 BLOCK = 32  # tokens
 QUESTION = "question : code of lamp ? answer :"
 FIELDS = {"prefix_tokens", "grafted_tokens", "recomputed_tokens", "fresh_tokens"}

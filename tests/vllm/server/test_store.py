@@ -5,7 +5,6 @@ The same server is started twice on one directory; what is in the pool, in host 
 
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvgraft.segments.store import StoreDirectory
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.server.tenancy import Tenant
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.slow
 BLOCKS = 128  # of 32 tokens in the pool: two texts of 2000 tokens fill it
 
 
@@ -33,7 +32,7 @@ def start(directory: Path, log: Path) -> Any:
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--max-model-len", "3072"]
     arguments += ["--num-gpu-blocks-override", str(BLOCKS), "--kvgraft-match", "similar:tau=0.3"]
     arguments += ["--kvgraft-store-dir", str(directory), "--kvgraft-store-ram-gib", "1"]
-    return running([sys.executable, *arguments], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN})
+    return running(arguments, log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN})
 
 
 @pytest.fixture(scope="module")
