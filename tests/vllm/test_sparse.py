@@ -17,6 +17,7 @@ from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.sparse.program import install
 
 MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
+PROPOSED = Path(__file__).parents[2] / "research" / "vortex" / "proposed"
 MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
