@@ -28,7 +28,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
 from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
-from kvgraft.vllm.server.plugin import FrontDoorPlugin
+from kvgraft.vllm.server.plugin import ServerPlugin
 
 SOURCE = Path(arguments.__file__).parent
 
@@ -65,10 +65,10 @@ def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
     assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the API server in this group"
     assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, "allowed_plugins keeps what vLLM would load without a list"
     [point] = entry_points(group=ENDPOINT_PLUGINS_GROUP, name=serve.PLUGIN)
-    assert point.load() is FrontDoorPlugin
+    assert point.load() is ServerPlugin
     monkeypatch.setenv(serve.PLUGINS, serve.allowed_plugins(None))
     [loaded] = [plugin for plugin in load_endpoint_plugins(("generate",)) if plugin.name == serve.PLUGIN]
-    assert isinstance(loaded, FrontDoorPlugin)
+    assert isinstance(loaded, ServerPlugin)
     assert isinstance(loaded, EndpointPlugin)
     monkeypatch.delenv(serve.PLUGINS)
     assert load_endpoint_plugins(("generate",)) == [], "plain `vllm serve` has no API server unless it is named"
@@ -76,7 +76,7 @@ def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", ["attach_router", "init_state"])
 def test_the_front_door_is_called_as_it_expects(name: str):
-    theirs, ours = (inspect.signature(getattr(cls, name)) for cls in (EndpointPlugin, FrontDoorPlugin))
+    theirs, ours = (inspect.signature(getattr(cls, name)) for cls in (EndpointPlugin, ServerPlugin))
     assert list(theirs.parameters) == list(ours.parameters)
     assert inspect.iscoroutinefunction(getattr(EndpointPlugin, name)) == (name == "init_state")
 
@@ -90,12 +90,12 @@ def test_the_front_door_sees_every_route_before_vllm_checks_keys(monkeypatch: py
         seen["args"] = app.state.args
         app.state.args.api_key = [""]
 
-    monkeypatch.setattr(FrontDoorPlugin, "attach_router", attach)
+    monkeypatch.setattr(ServerPlugin, "attach_router", attach)
     monkeypatch.setenv(serve.PLUGINS, serve.PLUGIN)
     monkeypatch.setenv(keys.API_KEY, "secret")
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     app = build_app(args, ("generate",))
-    assert seen["args"] is args, "FrontDoorPlugin.attach_router reads app.state.args"
+    assert seen["args"] is args, "ServerPlugin.attach_router reads app.state.args"
     assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"} <= seen["routes"]
     names = {middleware.cls.__name__ for middleware in app.user_middleware}
     assert "AuthenticationMiddleware" not in names, "vLLM takes the keys from app.state.args after the plugins"

@@ -15,7 +15,7 @@ from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
 
 
-class FrontDoorPlugin:
+class ServerPlugin:
     """Satisfies `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "kvgraft"
