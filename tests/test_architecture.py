@@ -1,6 +1,7 @@
 """Imports point one way, and each heavy or foreign library is imported only where it belongs."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,24 @@ def test_functions_stay_short():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+
+
+def walks() -> list[list[str]]:
+    """The steps of each walk in docs/architecture.md: `file:function`."""
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    section = page.split("## Two walks through the code")[1].split("\n## ")[0]
+    steps = [re.findall(r"^\d+\. `([\w/.]+:[\w.]+)`", part, re.MULTILINE) for part in section.split("\n\nA request to")]
+    assert len(steps) == 2
+    return steps
+
+
+@pytest.mark.parametrize("steps", walks(), ids=["vllm", "native"])
+def test_the_walks_are_short_and_their_steps_exist(steps: list[str]):
+    assert 8 <= len(steps) <= 12
+    for step in steps:
+        file, _, name = step.partition(":")
+        body: list[ast.stmt] = ast.parse((SOURCE / file).read_text()).body
+        for part in name.split("."):
+            named = [node for node in body if getattr(node, "name", None) == part]
+            assert named, f"{step} does not exist"
+            body = named[0].body  # type: ignore[attr-defined]
