@@ -41,6 +41,13 @@ def test_an_interval_of_many_values_is_as_wide_as_their_standard_error_says():
     assert bootstrap([2.0] * 5) == bootstrap([2.0] * 5, of=np.median) == (2.0, 2.0)
 
 
+def test_what_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    values = np.random.default_rng(0).normal(0, 1, 50).tolist()
+    found = bootstrap(values)
+    monkeypatch.setattr("kvgraft.evaluate.statistics.DRAWN", 100)
+    assert bootstrap(values) == found
+
+
 def test_clusters_are_drawn_whole():
     rng = np.random.default_rng(1)
     values = [float(rng.random() < mean) for mean in rng.random(40) for _ in range(4)]

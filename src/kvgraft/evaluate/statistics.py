@@ -13,6 +13,7 @@ from torch import Tensor
 
 RESAMPLES = 2000
 LEVEL = 0.95
+DRAWN = 10_000_000  # numbers that are drawn at a time: memory
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def bootstrap(
         data,
         mean if at_once else any_statistic,
         n_resamples=RESAMPLES,
+        batch=max(1, DRAWN // len(groups)),
         confidence_level=LEVEL,
         method="percentile",
         paired=True,
