@@ -209,7 +209,7 @@ def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
     sequences = Sequences(lengths, seed)
     if hidden:
         sequences.scores[::2] = -math.inf
-    program = trace(Applies(inner=(4, 1), k=k), 4, 6, 3)
+    program = trace(Applies(inner=(4, 1), topk_blocks=k), 4, 6, 3)
     caches = {"x": sequences.x, "y": sequences.y, "score": sequences.scores, "out": torch.zeros(len(sequences.x), 4, 1)}
     batch = sequences.batch()
     chosen = select(program, plan(program), sequences.query, caches, batch)

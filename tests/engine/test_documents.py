@@ -167,7 +167,9 @@ class Watched(SamKV):
 def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
     """Layers keep different tokens; keys stand where the prompt has them."""
     prompt = prompt_of([100, 80, 120])
-    sequence = engine._sequence(0, Request(prompt, Watched(recomputed="none", top_p="off", ratio=0.5, block=8)))
+    sequence = engine._sequence(
+        0, Request(prompt, Watched(recomputed="none", top_p="off", kept_share=0.5, block_tokens=8))
+    )
     engine.scheduler.waiting.append(sequence)
     engine.scheduler.step()
     ctx, kept = Watched.seen.pop()

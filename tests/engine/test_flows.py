@@ -145,8 +145,8 @@ def test_a_full_pool_lets_sparse_requests_wait(model_dirs: dict[str, Path]):
     ("fields", "error"),
     [
         ({"flow": "quest3"}, "unknown flow 'quest3': choose from block_topk"),
-        ({"flow": "quest:r=1"}, "flow 'quest' has no option 'r': it has k, layers_skip"),
-        ({"flow": "quest:topk_blocks=0"}, "k must be an integer of at least 1, got 0"),
+        ({"flow": "quest:r=1"}, "flow 'quest' has no option 'r': it has topk_blocks, layers_skip"),
+        ({"flow": "quest:topk_blocks=0"}, "topk_blocks must be an integer of at least 1, got 0"),
         ({"flow": "quest:layers_skip=x"}, "layers_skip must be layers, such as 0 or 0[+]1, or none, got 'x'"),
         ({"flow": "dense:topk_blocks=1"}, "flow 'dense' has no options"),
         ({"flow": "nothing.py"}, "there is no file of flows nothing.py"),
@@ -166,7 +166,7 @@ def test_a_flow_of_a_file(engine: Engine, tmp_path: Path):
         "    def create_cache(self, block_size, head_dim):\n        return {'centroids': (head_dim,)}\n\n"
         "    def forward_cache(self, c):\n        c['centroids'] = Mean(c['k'], dim=2)\n\n"
         "    def forward_indexer(self, q, c):\n"
-        "        return topK(Max(GeMM(c['centroids'], q.T), dim=2), self.k)\n"
+        "        return topK(Max(GeMM(c['centroids'], q.T), dim=2), self.topk_blocks)\n"
     )
     theirs, ours = (
         engine.generate([request(300, f"{flow}:topk_blocks=4")])[0].token_ids for flow in (path, "block_topk")

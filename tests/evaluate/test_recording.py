@@ -9,7 +9,8 @@ from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_nee
 from kvgraft.evaluate.recording import Recorded
 from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Transitive
 from kvgraft.segments.prompt import Segment
-from kvgraft.testbed import MODEL_BY_HEAD_DIR, MODEL_DIR
+from kvgraft.testbed import MODEL_DIR
+from research import redknot
 
 DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road waited . " * 4
 
@@ -44,7 +45,7 @@ def test_recording_changes_nothing(engine: Engine, policy):
 
 def test_recording_changes_nothing_where_local_heads_hold_windows():
     """RedKnot promotes no local head there."""
-    engine = Engine(MODEL_BY_HEAD_DIR, dtype="float32", kv_gib=0.5, head_paging=True)
+    engine = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.5, head_paging=True)
     engine.generate([Request([Segment(DOCUMENT)], "full", SamplingParams(max_tokens=1))])
     policy = RedKnot(edge_mass_share=0.0)
     plain, watched = ask(engine, policy), ask(engine, Recorded(policy))

@@ -98,11 +98,13 @@ def test_a_block_is_worth_its_best_token(layout: Layout):
 
 @pytest.mark.parametrize("policy", [SamKV, Condense])
 def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condense]):
-    assert policy(ratio=0.15, block=8).num_kept([512] * 8) == int(0.15 * 4096)
-    assert policy(ratio=0.15, block=8).num_kept([100] * 8) == 8 * (8 + 8 + 4)  # what is always kept is more than that
-    assert policy(ratio=1.0).num_kept([5, 700]) == 705
+    assert policy(kept_share=0.15, block_tokens=8).num_kept([512] * 8) == int(0.15 * 4096)
+    assert policy(kept_share=0.15, block_tokens=8).num_kept([100] * 8) == 8 * (
+        8 + 8 + 4
+    )  # what is always kept is more than that
+    assert policy(kept_share=1.0).num_kept([5, 700]) == 705
     without = {"selection": "off"} if policy is SamKV else {}
-    assert policy(ratio=0.0, initial=0, local=0, **without).num_kept([5, 700]) == 0
+    assert policy(kept_share=0.0, initial_blocks=0, local_blocks=0, **without).num_kept([5, 700]) == 0
 
 
 def test_cosines_are_of_all_heads_together():

@@ -127,13 +127,13 @@ def test_a_count_and_a_share_of_layers_exclude_each_other():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sparsex:boundary_layers=1", "has no option 'boundary': it is called boundary_layers or boundary_share"),
-        ("transitive:recompute_share=0.1", "has no option 'topk': it is called recompute_share"),
-        ("transitive:probe_layers=1", "has no option 'probe': it is called probe_layers or probe_share"),
-        ("similar:probe_tokens=1", "has no option 'probe': it is called probe_tokens"),
-        ("similar:halo_tokens=1", "has no option 'halo': it is called halo_tokens"),
-        ("condense:halo_blocks=1", "has no option 'halo': it is called halo_blocks"),
-        ("redknot:dense_layers=1", "has no option 'dense_until': it is called dense_layers or dense_share"),
+        ("sparsex:boundary=1", "has no option 'boundary': it is called boundary_layers or boundary_share"),
+        ("transitive:topk=0.1", "has no option 'topk': it is called recompute_share"),
+        ("transitive:probe=1", "has no option 'probe': it is called probe_layers or probe_share"),
+        ("similar:probe=1", "has no option 'probe': it is called probe_tokens"),
+        ("similar:halo=1", "has no option 'halo': it is called halo_tokens"),
+        ("condense:halo=1", "has no option 'halo': it is called halo_blocks"),
+        ("redknot:dense_until=1", "has no option 'dense_until': it is called dense_layers or dense_share"),
     ],
 )
 def test_an_old_option_is_refused_with_its_new_name(text: str, message: str):

@@ -21,10 +21,14 @@ def test_experiments_can_run(name: str):
 def test_rules_are_compared_at_equal_work(work: float):
     for policy in map(parse_policy, _rules(work).values()):
         if isinstance(policy, SparseX):
-            assert policy.boundary / 8 + (1 - policy.boundary / 8) * policy.topk == pytest.approx(work, abs=1e-4)
+            assert policy.boundary_layers is not None
+            dense = policy.boundary_layers / 8
+            assert dense + (1 - dense) * policy.recompute_share == pytest.approx(work, abs=1e-4)
             assert policy.overflow_blocks == 0
         if isinstance(policy, CacheBlend):
-            assert policy.check_layer / 8 + (1 - policy.check_layer / 8) * policy.share == pytest.approx(work, abs=1e-4)
+            assert policy.check_layer / 8 + (1 - policy.check_layer / 8) * policy.recompute_share == pytest.approx(
+                work, abs=1e-4
+            )
 
 
 def test_paper_tables_have_a_row_for_each_method():

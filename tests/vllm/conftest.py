@@ -54,3 +54,10 @@ def host(engine_with_connector: Host) -> Iterator[Host]:
     yield engine_with_connector
     engine_with_connector.abandon()
     assert engine_with_connector.problems() == []
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> None:
+    """Variables that a test sets are read: once an engine has run in this process, vLLM keeps those that it has seen."""
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()

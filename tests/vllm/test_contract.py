@@ -138,7 +138,7 @@ HANDED = {
     ("connector/hiding.py", "", "self._manager"): MANAGER,
     ("connector/planner.py", "", "kv_cache_manager"): MANAGER,
     ("connector/planner.py", "", "state.request"): REQUEST,
-    ("connector/state.py", "", "self.request"): REQUEST,
+    ("connector/request_state.py", "", "self.request"): REQUEST,
     ("connector/worker_side.py", "", "self._config"): CONFIG,
     ("connector/worker_side.py", "", "self._config.model_config"): MODEL_CONFIG,
     ("connector/worker_side.py", "", "self._config.scheduler_config"): SCHEDULING,

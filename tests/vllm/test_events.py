@@ -123,7 +123,7 @@ def test_what_is_removed_was_told_and_the_rest_is_kept(host: Host, router: Route
 
 
 def test_approximate_sources_are_not_told(host: Host, router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.known, "approximate_sources", True)
+    monkeypatch.setattr(host.known.index, "approximate_sources", True)
     host.read(OPENING, DOCUMENT)
     for _ in range(2):
         host.ask(Ask(GRAFTED, NAIVE, max_tokens=80))

@@ -43,17 +43,17 @@ COUNTS = st.integers(0, 1000)
             {"policy": "sparsex:boundary_layers=1", "recompute_share": 0.5},
             SparseX(boundary_layers=1, recompute_share=0.5),
         ),
-        ({"topk": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
+        ({"recompute_share": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
         ({"policy": "sparsex", "recompute_share": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
-        ({"topk": 1}, SparseX(boundary_layers=3, recompute_share=1)),
-        ({"boundary": 0.5, "tail_tokens": 8}, SparseX(boundary_share=0.5, recompute_share=0.2, tail_tokens=8)),
+        ({"recompute_share": 1}, SparseX(boundary_layers=3, recompute_share=1)),
+        ({"boundary_share": 0.5, "tail_tokens": 8}, SparseX(boundary_share=0.5, recompute_share=0.2, tail_tokens=8)),
     ],
 )
 def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, Any], policy: Any):
     assert RequestOptions.parse(said, DEFAULT) == RequestOptions(policy)
 
 
-@given(st.fixed_dictionaries({}, optional={"topk": SHARES, "boundary": COUNTS | st.floats(0, 1)}))
+@given(st.fixed_dictionaries({}, optional={"recompute_share": SHARES, "boundary_layers": COUNTS}))
 def test_each_option_changes_itself_only(said: dict[str, Any]):
     parsed = RequestOptions.parse(said, DEFAULT).policy
     assert asdict(parsed) == asdict(POLICY) | said
@@ -83,28 +83,33 @@ def test_the_namespace_is_taken_as_it_is():
         ({"reuse": ["auto"]}, "reuse must be 'auto' or 'off'"),
         ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
         ({"match": ["similar"]}, "match must be 'exact' or 'similar', got ['similar']"),
-        ({"match": "similar"}, "this server knows identical text, start it with --kvgraft-match=similar"),
+        ({"match": "similar"}, "only identical text is known here, start the server with --kvgraft-match=similar"),
         ({"policy": 3}, "policy must be a string, got 3"),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": ""}, "unknown policy '': choose from cacheblend, condense"),
         ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=value"),
         ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has rows, reduction"),
         ({"policy": "naive:topk=1"}, "policy 'naive' has no option 'topk': it has none"),
-        ({"topk": 1.5}, "recompute_share must be a share from 0 to 1, got 1.5"),
-        ({"topk": -0.1}, "recompute_share must be a share from 0 to 1, got -0.1"),
-        ({"topk": float("nan")}, "recompute_share must be a share from 0 to 1, got nan"),
-        ({"topk": "0.1"}, "recompute_share must be a share from 0 to 1, got '0.1'"),
-        ({"topk": True}, "recompute_share must be a share from 0 to 1, got True"),
-        ({"boundary": -1}, "boundary_layers must be an integer of at least 0, got -1"),
-        ({"boundary": 1.5}, "boundary_share must be a share from 0 to 1, got 1.5"),
-        ({"boundary": None}, "boundary_layers must be an integer of at least 0, got None"),
+        ({"recompute_share": 1.5}, "recompute_share must be a share from 0 to 1, got 1.5"),
+        ({"recompute_share": -0.1}, "recompute_share must be a share from 0 to 1, got -0.1"),
+        ({"recompute_share": float("nan")}, "recompute_share must be a share from 0 to 1, got nan"),
+        ({"recompute_share": "0.1"}, "recompute_share must be a share from 0 to 1, got '0.1'"),
+        ({"recompute_share": True}, "recompute_share must be a share from 0 to 1, got True"),
+        ({"boundary_layers": -1}, "boundary_layers must be an integer of at least 0, got -1"),
+        ({"boundary_share": 1.5}, "boundary_share must be a share from 0 to 1, got 1.5"),
+        ({"boundary_share": None}, "boundary_share must be a share from 0 to 1, got None"),
         ({"overflow_blocks": 0.5}, "overflow_blocks must be an integer of at least 0, got 0.5"),
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
-        ({"policy": "naive", "topk": 0.1}, "no field 'topk': allowed are policy, reuse, match, namespace"),
-        ({"top_k": 0.1}, "no field 'top_k': allowed are policy, reuse, match, namespace, rows"),
-        ({"control": {"op": "list"}}, "no field 'control': allowed are"),
-        ({"name": "sparsex"}, "no field 'name': allowed are"),
-        ({7: 1}, "no field 7: allowed are"),
+        (
+            {"policy": "naive", "topk": 0.1},
+            "no option 'topk': it has none; a request itself has policy, reuse, match, namespace",
+        ),
+        ({"topk": 0.1}, "policy 'sparsex' has no option 'topk': it is called recompute_share"),
+        ({"boundary_layers": 1, "boundary_share": 0.5}, "takes boundary_layers or boundary_share, not both"),
+        ({"top_k": 0.1}, "policy 'sparsex' has no option 'top_k': it has rows"),
+        ({"control": {"op": "list"}}, "no option 'control': it has"),
+        ({"name": "sparsex"}, "no option 'name': it has"),
+        ({7: 1}, "no option 7: it has"),
         ({"namespace": 5}, "namespace must be a printable string of 1 to 128 characters, got '5'"),
         ({"namespace": "a\nb"}, "namespace must be a printable string"),
         ({"namespace": "x" * (MAX_NAME + 1)}, "namespace must be a printable string"),
@@ -119,12 +124,12 @@ def test_what_is_not_allowed_is_refused_by_name(said: dict[str, Any], message: s
 @pytest.mark.parametrize("count", [10**6, 10**18, 10**30])
 def test_a_count_of_any_size_is_refused_or_works(count: int):
     plan = Plan.for_prompt(8, 4)
-    for name in ("overflow_blocks", "tail_tokens", "boundary"):
+    for name in ("overflow_blocks", "tail_tokens", "boundary_layers"):
         with suppress(ValueError):
             policy = RequestOptions.parse({name: count}, DEFAULT).policy
             assert isinstance(policy, SparseX)
             assert plan.overflow(policy.overflow_blocks).shape == plan.tail(policy.tail_tokens).shape == (8,)
-            assert 0 <= count_layers(policy.boundary, 6) <= 6
+            assert 0 <= count_layers(policy.boundary_layers, policy.boundary_share, 6) <= 6
 
 
 JSON = st.recursive(

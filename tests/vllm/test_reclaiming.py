@@ -117,7 +117,7 @@ def test_what_a_preempted_request_hides_anew_is_given_up_at_once(host: Host, fin
 def test_approximate_sources_stay_and_what_is_no_source_goes(
     host: Host, findable: Findable, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host.known, "approximate_sources", True)
+    monkeypatch.setattr(host.known.index, "approximate_sources", True)
     prompt = PROMPT + words(70, 8)
     findable.ask(Ask(prompt, NAIVE, max_tokens=2 * BLOCK))
     assert len(host.blocks_with_content()) > 6

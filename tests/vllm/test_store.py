@@ -10,6 +10,7 @@ import pytest
 import warm
 from engines import ENVIRONMENT
 
+from kvgraft.reuse.offer import Offer
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
@@ -106,7 +107,7 @@ def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]]
 def test_what_is_stored_says_whose_it_is():
     salt = Salts().of(Tenant.of("key"), "wiki")
     request = SimpleNamespace(cache_salt=salt, all_token_ids=list(range(32)))
-    state = RequestState(request, Control("list"), scope_digest("model", salt), source=1)
+    state = RequestState(request, Control("list"), Offer(scope_digest("model", salt)))
     state.num_offered = 2
     known = SimpleNamespace(block_size=16, cuts=(None, []), pool=SimpleNamespace(acquire=lambda pages: None))
     stored = StoreScheduler(cast("Planner", known), num_ranks=1)

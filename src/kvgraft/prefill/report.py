@@ -48,7 +48,6 @@ class PrefillReport:
     """Where the tokens of a prompt came from and where its time went.
 
     Attributes:
-        outcome: what became of it, an `Outcome`; `reason` is why nothing was grafted, one of REASONS, or None.
         prompt_tokens: prefix + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
         grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
@@ -56,11 +55,10 @@ class PrefillReport:
         computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
             prompts its share, by the (token, layer) pairs computed.
+        outcome: what became of it, an `Outcome`; `reason` is why nothing was grafted, one of REASONS, or None.
     """
 
     policy: str = ""
-    outcome: str = ""
-    reason: str | None = None
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     grafted_tokens: int = 0
@@ -68,6 +66,8 @@ class PrefillReport:
     fresh_tokens: int = 0
     computed_share: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
+    outcome: str = ""
+    reason: str | None = None
 
     def conclude(self, reason: str | None) -> None:
         """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""

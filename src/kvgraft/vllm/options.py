@@ -16,11 +16,13 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import parse_policy, with_options
 from kvgraft.prefill.report import PrefillReport
+from kvgraft.reuse.index import wants_similar
 
 KEY = "kvgraft"  # in kv_transfer_params
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server
 _LABEL_LENGTH = 8  # hexadecimal digits
+SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
 _OWN_FIELDS = ("policy", "reuse", "match", "namespace")
 
@@ -57,7 +59,7 @@ class RequestOptions:
         if reuse not in ("auto", "off"):
             raise ValueError(f"reuse must be 'auto' or 'off', got {reuse!r}")
         check_name("namespace", namespace, may_be_empty=True)
-        similar = _matches_similar(given.get("match"), default.match_similar)
+        similar = wants_similar(given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR)
         base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
         options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
         policy = _changed(base, options)
@@ -164,15 +166,6 @@ def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
         return with_options(policy, options)
     except UnknownOption as error:
         raise ValueError(f"{error}; a request itself has {', '.join(_OWN_FIELDS)}") from error
-
-
-def _matches_similar(match: Any, served: bool) -> bool:
-    """Whether a request that asks for this matching, or for none, gets near-duplicates; ValueError if it cannot."""
-    if match not in (None, "exact", "similar"):
-        raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
-    if match == "similar" and not served:
-        raise ValueError("match 'similar': this server knows identical text, start it with --kvgraft-match=similar")
-    return served and match != "exact"
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:

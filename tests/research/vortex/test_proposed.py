@@ -25,7 +25,7 @@ class Seen:
     """What a score may be made of: keys and values [B, b, d], queries [g, d] of all steps so far."""
 
     def __init__(self, k: Tensor, v: Tensor, queries: Tensor) -> None:
-        self.topk_blocks, self.v = k, v
+        self.k, self.v = k, v
         self.heads = queries[-1] * DIM**-0.5  # [g, d]
         self.q = self.heads.mean(0)
         self.past = [step.mean(0) * DIM**-0.5 for step in queries]  # one a step

@@ -101,7 +101,7 @@ def test_a_request_of_nobody_shares_nothing(engine: Engine):
 
 def test_bad_options_are_refused_when_they_are_given_not_when_the_answer_is_read(engine: Engine):
     params = SamplingParams(extra_args={PARAMS: {"kvgraft": {"bondary": 1}}})
-    with pytest.raises(VLLMValidationError, match="no field 'bondary'"):
+    with pytest.raises(VLLMValidationError, match="no option 'bondary'"):
         engine.generate("the", params, "r")
 
 

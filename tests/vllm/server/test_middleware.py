@@ -122,14 +122,14 @@ BAD_PARAMS = [
     ({"do_remote_prefill": True}, "no field 'do_remote_prefill' here: allowed is kvgraft"),
     ({"kvgraft": {}, "remote_block_ids": [1]}, "no field 'remote_block_ids'"),
     ({"kvgraft": None}, "must be an object, got NoneType"),
-    ({"kvgraft": {"bondary": 1}}, "no field 'bondary': allowed are policy, reuse, match, namespace, rows"),
-    ({"kvgraft": {"control": {"op": "delete", "name": "x", "token": ""}}}, "no field 'control'"),
-    ({"kvgraft": {"topk": 2}}, "topk must be a share"),
-    ({"kvgraft": {"topk": [[[]]]}}, "topk must be a share"),
-    ({"kvgraft": {"boundary": 2**70}}, "can't serialize ints"),
-    ({"kvgraft": {"boundary": True}}, "boundary must be an integer"),
+    ({"kvgraft": {"bondary": 1}}, "no option 'bondary': it has rows"),
+    ({"kvgraft": {"control": {"op": "delete", "name": "x", "token": ""}}}, "no option 'control'"),
+    ({"kvgraft": {"recompute_share": 2}}, "recompute_share must be a share"),
+    ({"kvgraft": {"recompute_share": [[[]]]}}, "recompute_share must be a share"),
+    ({"kvgraft": {"boundary_layers": 2**70}}, "can't serialize ints"),
+    ({"kvgraft": {"boundary_layers": True}}, "boundary_layers must be an integer"),
     ({"kvgraft": {"policy": "magic"}}, "unknown policy 'magic'"),
-    ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no field 'topk'"),
+    ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no option 'topk'"),
     ({"kvgraft": {"reuse": False}}, "reuse must be 'auto' or 'off'"),
     ({"kvgraft": {"namespace": "a\n"}}, "namespace must be a printable string"),
     ({"kvgraft": {"namespace": "n" * 129}}, "namespace must be a printable string"),
@@ -153,7 +153,7 @@ def test_an_error_does_not_repeat_more_than_a_line_of_what_was_sent():
 
 
 def test_good_options_pass():
-    options = parse_params({"kvgraft": {"boundary": 2, "reuse": "off", "namespace": "n"}}, DEFAULT)
+    options = parse_params({"kvgraft": {"boundary_layers": 2, "reuse": "off", "namespace": "n"}}, DEFAULT)
     assert (options.policy, options.reuse, options.namespace) == (parse_policy("sparsex:boundary_layers=2"), False, "n")
     body = b'{"kv_transfer_params": {"kvgraft": {"policy": "naive"}}}'
     assert status_and_text(asyncio.run(converse(echo, part(body)))) == (200, body.decode())

@@ -10,6 +10,8 @@ GRAFTED = Report("sparsex", 100, 20, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 
 
 
 def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
+    if report:
+        report.conclude(report.reason)
     params = report.as_params() if report else None
     output = RequestOutput(
         "r", None, [0] * 100, None, [], True, num_cached_tokens=num_cached, kv_transfer_params=params

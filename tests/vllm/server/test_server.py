@@ -241,8 +241,8 @@ def test_of_several_prompts_or_answers_that_stop_each_is_reported(server: Runnin
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"kvgraft": {"bondary": 1}}, "no field 'bondary'"),
-    ({"kvgraft": {"control": {"op": "list", "name": "", "token": ""}}}, "no field 'control'"),
+    ({"kvgraft": {"bondary": 1}}, "no option 'bondary'"),
+    ({"kvgraft": {"control": {"op": "list", "name": "", "token": ""}}}, "no option 'control'"),
     ({"do_remote_decode": True}, "no field 'do_remote_decode'"),
 ]
 
@@ -269,7 +269,7 @@ def test_bad_options_that_are_spelt_otherwise_meet_the_guard_of_the_engine(serve
         answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         smuggled = {"kv_transfer_params": ["kvgraft"]}
         other = client.post("/v1/completions", json={"model": "bundled", "prompt": "the", "vllm_xargs": smuggled})
-    for refused, message in ((answer, "no field 'bondary'"), (other, "must be an object, got list")):
+    for refused, message in ((answer, "no option 'bondary'"), (other, "must be an object, got list")):
         assert refused.status_code == 400
         assert message in refused.json()["error"]["message"]
         assert refused.json()["error"]["param"] == "kv_transfer_params.kvgraft"
@@ -284,7 +284,7 @@ def test_a_prompt_that_the_engine_refuses_is_no_request(server: RunningServer):
 
 
 def test_the_official_client_gets_its_own_kind_of_error(server: RunningServer):
-    with pytest.raises(BadRequestError, match="no field 'bondary'") as refused:
+    with pytest.raises(BadRequestError, match="no option 'bondary'") as refused:
         complete(server, ALICE, "the code", kv_transfer_params={"kvgraft": {"bondary": 1}})
     assert refused.value.status_code == 400
     with pytest.raises(BadRequestError, match="4608"):
