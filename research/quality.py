@@ -94,13 +94,15 @@ def _sparsex(work: float, **options: str) -> str:
     dense = boundary / NUM_LAYERS
     topk = (work - dense) / (1 - dense)
     more = "".join(f",{name}={value}" for name, value in options.items())
-    return f"sparsex:boundary_layers={boundary},topk={topk:.4f},overflow_blocks=0{more}"
+    return f"sparsex:boundary_layers={boundary},recompute_share={topk:.4f},overflow_blocks=0{more}"
 
 
 def _cacheblend(work: float, layer: int) -> str:
     """CacheBlend at this share, or nothing if that is less than what the layers up to the checked one take."""
     before = layer / NUM_LAYERS
-    return f"cacheblend:check_layer={layer},share={(work - before) / (1 - before):.4f}" if work > before else ""
+    return (
+        f"cacheblend:check_layer={layer},recompute_share={(work - before) / (1 - before):.4f}" if work > before else ""
+    )
 
 
 def _rules(work: float) -> dict[str, str]:

@@ -18,6 +18,7 @@ from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
 from kvgraft.evaluate.runner import Row, Settings
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
+from research.sparsex.curves import write_curves
 
 POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")
 SETTINGS = Settings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
@@ -194,7 +195,7 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
     assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
     pictures = plots.write_plots(rows, tmp_path)
     assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
-    pictures.append(plots.write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
+    pictures.append(write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     less = [
         msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"
     ]

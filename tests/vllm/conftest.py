@@ -58,6 +58,6 @@ def host(engine_with_connector: Host) -> Iterator[Host]:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> None:
-    """Variables that a test sets are read: once an engine has run in this process, vLLM keeps those that it has seen."""
+    """Variables that a test sets are read: where an engine has run, vLLM keeps those that it has seen."""
     if (envs := sys.modules.get("vllm.envs")) is not None:
         envs.disable_envs_cache()

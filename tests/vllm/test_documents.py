@@ -135,6 +135,25 @@ def test_a_preempted_request_keeps_its_documents_again(reader: Host, plain: Host
         assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=30)
 
 
+def test_a_preempted_request_that_cannot_keep_its_documents_again_is_computed_in_full(
+    reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """Not behind the blocks that it finds again: they hold what was kept."""
+    name = reader.add(Ask(PROMPT, FEW, max_tokens=30))
+    reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
+    request = reader.request(name)
+    reader.scheduler.running.remove(request)
+    reader.scheduler._preempt_request(request, 0.0)
+    before = list(request.output_token_ids)
+    with monkeypatch.context() as crowded:
+        crowded.setattr(type(reader.known.pool), "num_free", 0)
+        reader.step()
+    assert reader.state(name).refusal == "pool_pressure"
+    [answer] = reader.finish(name)
+    assert answer.tokens[: len(before)] == before
+    assert [answer.tokens[len(before) :]] == plain.tokens(PROMPT + before, max_tokens=30 - len(before))
+
+
 def test_a_failure_is_computed_in_full_and_shared_again(reader: Host, plain: HostProcess):
     [answer] = reader.ask(Ask(PROMPT, {"policy": "failing", "ratio": 0.5}, max_tokens=40))
     assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=40)

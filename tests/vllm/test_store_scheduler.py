@@ -71,7 +71,7 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
         assert stored.is_coming(state, 0, 9, grafts=True)
     stored.on_report(1, StoreReport(loaded=[(load.number, [True, True, True])]))
     assert not stored.is_coming(state, 0, 9, grafts=True)
-    assert stored.known.pool.versions(load.blocks).astype(bool).tolist() == [True, True, False]
+    assert stored.known.pool.versions_of(load.blocks).astype(bool).tolist() == [True, True, False]
 
 
 def test_reports_of_one_step_keep_their_ranks():

@@ -122,11 +122,12 @@ class SchedulerSide:
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
+        was_whole = bool(state.whole)
         state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
         state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
-            return 0, False
+            return (None if was_whole else 0), False  # what vLLM has found for a shorter prompt holds no longer
         self._tentative[state.id] = state.candidate.sources
         return request.num_tokens - num_prefix, True
 
