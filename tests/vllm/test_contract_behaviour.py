@@ -463,7 +463,11 @@ def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters:
 def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
     documents = [[20 + (i * i + 7 * d) % 400 for i in range(150)] for d in range(2)]
     prompt = [*range(30, 70), *documents[1], *documents[0], *range(90, 100)]
-    job = {"read": [[*documents[0], *documents[1]]], "prompts": [prompt], "options": [{"topk": 1.0}, {"reuse": "off"}]}
+    job = {
+        "read": [[*documents[0], *documents[1]]],
+        "prompts": [prompt],
+        "options": [{"recompute_share": 1.0}, {"reuse": "off"}],
+    }
     [[full, off]] = warm.run(ENGINE, job, **ENVIRONMENT)
     assert full["report"]["grafted_tokens"] >= 200, "the whole way through a real engine grafts"
     assert full["tokens"] == off["tokens"], "recomputing everything through the stock layers is exact"

@@ -27,7 +27,7 @@ def keeping(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     width = model.config.model_config.get_hidden_size()
     streams = ResidualStreams(model.layers, names, EXITS, (NUM_BLOCKS + 1) * BLOCK, width, model.dtype, model.device)
     monkeypatch.setattr(model, "residuals", streams)
-    monkeypatch.setattr(host.side._eligibility, "_exits", set(EXITS))
+    monkeypatch.setattr(host.side._eligibility, "_residual_layers", set(EXITS))
     pool = host.manager.block_pool
     pool.free_blocks(sorted(pool.get_new_blocks(NUM_BLOCKS), key=lambda block: block.block_id))
     yield host

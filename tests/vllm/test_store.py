@@ -108,8 +108,9 @@ def test_what_is_stored_says_whose_it_is():
     salt = Salts().of(Tenant.of("key"), "wiki")
     request = SimpleNamespace(cache_salt=salt, all_token_ids=list(range(32)))
     state = RequestState(request, Control("list"), Offer(scope_digest("model", salt)))
-    state.num_offered = 2
-    known = SimpleNamespace(block_size=16, cuts=(None, []), pool=SimpleNamespace(acquire=lambda pages: None))
+    state.offer.num_registered = 2
+    index = SimpleNamespace(cuts=(None, []))
+    known = SimpleNamespace(block_size=16, index=index, pool=SimpleNamespace(acquire=lambda pages: None))
     stored = StoreScheduler(cast("Planner", known), num_ranks=1)
     stored.keep(state, [5, 6], ended=True)
     [keep] = stored.take_orders().keeps

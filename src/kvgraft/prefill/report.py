@@ -73,13 +73,14 @@ class PrefillReport:
         """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""
         self.reason = None if self.grafted_tokens else reason
         if self.grafted_tokens:
-            self.outcome = Outcome.GRAFTED
+            outcome = Outcome.GRAFTED
         elif reason in FALLBACKS:
-            self.outcome = Outcome.FALLBACK
+            outcome = Outcome.FALLBACK
         elif reason in REFUSALS:
-            self.outcome = Outcome.OFF
+            outcome = Outcome.OFF
         else:
-            self.outcome = Outcome.PREFIX_ONLY if self.prefix_tokens else Outcome.MISS
+            outcome = Outcome.PREFIX_ONLY if self.prefix_tokens else Outcome.MISS
+        self.outcome = outcome.value
 
     @property
     def fallback(self) -> str | None:

@@ -127,7 +127,7 @@ class Batch:
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
         failure = None if finite else "non_finite"
-        stages, counts = ctx.seconds_of(number), _rejected(ctx, prompt)
+        stages, counts = ctx.seconds_of(number), {**ctx.counts[number], **_rejected(ctx, prompt)}
         return RecoveryResult(failure, share, recomputed, stages=stages, counts=counts)
 
 

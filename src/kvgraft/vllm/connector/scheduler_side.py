@@ -122,12 +122,11 @@ class SchedulerSide:
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
-        was_whole = bool(state.whole)
         state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
         state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
-            return (None if was_whole else 0), False  # what vLLM has found for a shorter prompt holds no longer
+            return 0, False
         self._tentative[state.id] = state.candidate.sources
         return request.num_tokens - num_prefix, True
 
@@ -237,9 +236,12 @@ class SchedulerSide:
         return reason, None
 
     def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
-        """Hold the sources of a plan, unless they and the new blocks can never fit."""
+        """Hold the sources of a plan, unless they and the new blocks can never fit. A request of which a part is kept has
+        none; once it has run, workers know its shorter prompt, and it cannot have its whole one again."""
         pool = self.known.pool
         self.known.pin(candidate)
+        if state.whole and state.request.num_preemptions:
+            return True
         num_needed = num_missing + sum(pool.ref_count(page) == 0 for page in state.prefix) + SPARE_BLOCKS
         if num_needed <= pool.num_free or self._is_busy():
             return True
