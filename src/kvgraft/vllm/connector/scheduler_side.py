@@ -236,8 +236,8 @@ class SchedulerSide:
         return reason, None
 
     def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
-        """Hold the sources of a plan, unless they and the new blocks can never fit. A request of which a part is kept has
-        none; once it has run, workers know its shorter prompt, and it cannot have its whole one again."""
+        """Hold the sources of a plan, unless they and the new blocks can never fit. A request that keeps a part of
+        documents has none; once it has run, workers know its shorter prompt, and it cannot have its whole one again."""
         pool = self.known.pool
         self.known.pin(candidate)
         if state.whole and state.request.num_preemptions:
