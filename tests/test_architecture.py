@@ -1,6 +1,7 @@
 """Imports point one way, and each heavy or foreign library is imported only where it belongs."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -134,3 +135,10 @@ def test_the_walks_are_short_and_their_steps_exist(steps: list[str]):
             named = [node for node in body if getattr(node, "name", None) == part]
             assert named, f"{step} does not exist"
             body = named[0].body  # type: ignore[attr-defined]
+
+
+def test_processes_that_share_the_tests_keep_groups_together(request: pytest.FixtureRequest):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert request.node.nodeid.endswith("@tests/test_architecture.py"), (
+            "pytest and pytest-xdist do not fit together"
+        )

