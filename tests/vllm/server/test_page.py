@@ -123,7 +123,7 @@ def test_on_a_phone_everything_is_on_the_screen(page: Page, server: RunningServe
         shown = page.evaluate(f"{numbers.format(table)}.map(cell => cell.getBoundingClientRect().width > 0)")
         assert shown == [True] * count
     named = page.evaluate(f"{numbers.format('segments')}.map(cell => getComputedStyle(cell, '::before').content)")
-    assert [text.split('"')[1] for text in named] == ["Tokens", "Blocks", "Shed", "Hits"]
+    assert [text.split('"')[1].strip() for text in named] == ["Tokens", "Blocks", "Shed", "Hits"]
 
 
 def test_the_policy_of_the_page_lets_no_foreign_script_run(page: Page, server: RunningServer):
