@@ -1,7 +1,6 @@
 """Imports point one way, and each heavy or foreign library is imported only where it belongs."""
 
 import ast
-import os
 import re
 from pathlib import Path
 
@@ -138,7 +137,7 @@ def test_the_walks_are_short_and_their_steps_exist(steps: list[str]):
 
 
 def test_processes_that_share_the_tests_keep_groups_together(request: pytest.FixtureRequest):
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if getattr(request.config.option, "loadgroup", False):
         assert request.node.nodeid.endswith("@tests/test_architecture.py"), (
             "pytest and pytest-xdist do not fit together"
         )

@@ -124,6 +124,8 @@ class FrozenPool:
         Returns the number of pages given back; entries that lose all their pages disappear.
         """
         excess = max(self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages), 0)
+        if not excess:
+            return 0
         order = sorted(self._freeable(namespace, spare), key=lambda page: (int(self.pool.hit_counts[page]), page))
         shed = set(order[:excess])
         for entry in self.list(namespace) if shed else ():

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import check_scope
 from kvgraft.segments.matches import Match
+from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.similar import SimilarIndex
 from kvgraft.segments.store.chunk import Chunk, Record
 
 _RESTING = 1 << 16  # numbers that are given up before one is given out again: what a caller holds stays unambiguous
@@ -36,8 +35,7 @@ class Register:
             raise ValueError(f"chunk_blocks is {chunk_blocks}, must be at least 1")
         self.block_size = block_size
         self.chunk_blocks = chunk_blocks
-        self._index = VirtualBlockIndex(block_size, self._is_live)
-        self._similar = SimilarIndex(self._index, similarity, anchors) if similarity else None
+        self._index = SegmentIndex(block_size, self._is_live, similarity, anchors)
         self._records: dict[int, Record] = {}
         self._numbers: dict[bytes, int] = {}  # by key
         self._versions = np.zeros(8, np.int64)  # by chunk number, one more whenever it is given up
@@ -113,8 +111,7 @@ class Register:
         similar: bool = False,
     ) -> list[Match]:
         """What of a prompt is stored: matches whose pages are block numbers (`VirtualBlockIndex.match`)."""
-        index = self._similar if similar and self._similar is not None else self._index
-        return index.match(tokens, scope, free=free, require_clean_context=require_clean_context)
+        return self._index.match(tokens, scope, similar=similar, free=free, require_clean_context=require_clean_context)
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
         """The block of exact payload that has each chain, or -1."""
@@ -124,7 +121,7 @@ class Register:
 
     def _name(self, number: int, chunk: Chunk, count: int, *, after: int) -> np.ndarray:
         """Put the first blocks of a chunk into the index; their entries, int32 [count]."""
-        entries = self._index.insert(
+        return self._index.insert(
             chunk.tokens[: count * self.block_size],
             self._blocks(number, chunk)[:count],
             np.full(count, self._versions[number]),
@@ -133,9 +130,6 @@ class Register:
             scope=chunk.scope,
             after=after,
         )
-        if self._similar is not None:
-            self._similar.insert(entries, chunk.scope)
-        return entries
 
     def _blocks(self, number: int, chunk: Chunk) -> np.ndarray:
         return number * self.chunk_blocks + np.arange(chunk.num_blocks)
