@@ -47,15 +47,19 @@ class Scenario:
         return self.shape.tokens + 1024
 
 
-B1_K10 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.10}
-B1_K05 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.05}
+SPARSEX_10 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.10}
+SPARSEX_05 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.05}
+SOONER = "TTFT plain / ours"
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
         Scenario("nothing", Shape(1024, 0.0, 1), None, 24, "TTFT ours / plain", 1.02, at_most=True),
-        Scenario("4k90", Shape(4096, 0.90, 1), B1_K10, 7, "TTFT plain / ours", 2.7, at_most=False),
-        Scenario("8k98", Shape(8192, 0.98, 1), B1_K05, 5, "TTFT plain / ours", 5.0, at_most=False),
-        Scenario("stall", Shape(4096, 0.90, 1), B1_K10, 5, "worst gap ours / plain", 1.3, True, streams=4, prompts=3),
+        Scenario("4k90", Shape(4096, 0.90, 1), None, 7, SOONER, 2.7, at_most=False),
+        Scenario("8k98", Shape(8192, 0.98, 1), None, 5, SOONER, 5.0, at_most=False),
+        Scenario("interleaved", Shape(4096, 0.50, 1, interleaved=True), None, 7, SOONER, 1.0, at_most=False),
+        Scenario("stall", Shape(4096, 0.90, 1), None, 5, "worst gap ours / plain", 1.3, True, streams=4, prompts=3),
+        Scenario("sparsex-4k90", Shape(4096, 0.90, 1), SPARSEX_10, 7, SOONER, 2.7, at_most=False),
+        Scenario("sparsex-8k98", Shape(8192, 0.98, 1), SPARSEX_05, 5, SOONER, 5.0, at_most=False),
     )
 }
 

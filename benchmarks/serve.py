@@ -5,7 +5,7 @@ ours in turn.
 
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --workload mixed --tokens 1024 --reuse 0.9 --rate 2
     python benchmarks/serve.py --compare                    # starts both servers; --model DIR for a model of your own
-    python benchmarks/serve.py --scenario 4k90              # and nothing, 8k98, stall; repeatable
+    python benchmarks/serve.py --scenario 4k90              # of the default policy; see --help; repeatable
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Time to first token against full recomputation, against transformers, and against the FLOP floor.
 
 A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse shares, with the
-documents in another order behind a new instruction, run under every policy in turn in one process. Medians and ratios
-are printed.
+documents in another order, run under every policy in turn in one process, the default policy first. New text stands
+before and behind the documents, or (interleaved) before each of them. Medians and ratios are printed.
 
     python benchmarks/ttft.py [--long] [--dtype bfloat16] [--runs 5] [--json]
 """
@@ -33,18 +33,20 @@ from kvgraft import Engine, Policy, Request, SamplingParams
 from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.request import Report as RequestReport
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Full, Naive, SparseX
+from kvgraft.prefill.policies import Full, Naive, SparseX, Transitive
 
 DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt
+INTERLEAVED_REUSE = 0.5
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyTimes:
     """One policy on one prompt shape; `floor_s` is full's time scaled by the FLOPs of the tokens actually computed."""
 
     tokens: int
     reuse: float
+    interleaved: bool
     policy: str
     ttft_s: float
     speedup: float
@@ -60,7 +62,7 @@ class Report:
     """All rows; `full` holds per length the median seconds here and in transformers, and their median ratio."""
 
     configuration: dict[str, object]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PolicyTimes] = field(default_factory=list)
     full: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
 
@@ -89,18 +91,20 @@ def make_model(
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def make_prompts(tokens: int, reuse: float, seed: int) -> tuple[list[int], list[int]]:
-    """(what was read before, the prompt): the same documents in another order behind another instruction."""
+def make_prompts(tokens: int, reuse: float, seed: int, *, interleaved: bool = False) -> tuple[list[int], list[int]]:
+    """(what was read before, the prompt): the same documents in another order between new text."""
     random = np.random.default_rng(seed)
     known = round(tokens * reuse)
     documents = np.array_split(random.integers(1, 4096, known), max(1, known // DOCUMENT_TOKENS))
     new = random.integers(1, 4096, tokens - known)
-    instruction, question = new[: len(new) // 2], new[len(new) // 2 :]
     order = random.permutation(len(documents))
     if len(documents) > 1 and (order == np.arange(len(documents))).all():
         order = order[::-1]
+    texts = np.array_split(new, len(documents) + 1) if interleaved else np.array_split(new, 2)
+    notes = [*texts[1:-1], *[new[:0]] * len(documents)]  # one before each document but the first
     read = np.concatenate([random.integers(1, 4096, 7), *documents])
-    prompt = np.concatenate([instruction, *(documents[i] for i in order), question])
+    middle = (part for pair in zip((documents[i] for i in order), notes, strict=False) for part in pair)
+    prompt = np.concatenate([texts[0], *middle, texts[-1]])
     return read.tolist(), prompt.tolist()
 
 
@@ -138,10 +142,12 @@ def answer(engine: Engine, prompt: list[int], policy: Policy) -> RequestReport:
     return engine.generate([Request(prompt, policy, ONE_TOKEN, remember=False)])[0].report
 
 
-def measure(engine: Engine, tokens: int, reuse: float, policies: dict[str, Policy], runs: int) -> list[Row]:
+def measure(
+    engine: Engine, tokens: int, reuse: float, policies: dict[str, Policy], runs: int, *, interleaved: bool = False
+) -> list[PolicyTimes]:
     """All policies in turn, `runs` times after a warm-up."""
     engine.clear_cache()
-    read, prompt = make_prompts(tokens, reuse, seed=tokens + round(1000 * reuse))
+    read, prompt = make_prompts(tokens, reuse, seed=tokens + round(1000 * reuse), interleaved=interleaved)
     engine.generate([Request(read, Full(), ONE_TOKEN)])
     flops: dict[str, float] = {}
     reports: dict[str, list[RequestReport]] = {name: [] for name in policies}
@@ -161,8 +167,8 @@ def measure(engine: Engine, tokens: int, reuse: float, policies: dict[str, Polic
         ttft = statistics.median(r.ttft_s for r in mine)
         last = mine[-1]
         rows.append(
-            Row(tokens, reuse, name, ttft, speedup, share, 1 / (speedup * share), last.grafted_tokens,
-                last.recomputed_tokens, stages)
+            PolicyTimes(tokens, reuse, interleaved, name, ttft, speedup, share, 1 / (speedup * share),
+                        last.grafted_tokens, last.recomputed_tokens, stages)
         )  # fmt: skip
     return rows
 
@@ -186,14 +192,13 @@ def against_transformers(engine: Engine, folder: Path, tokens: int, runs: int) -
 
 
 def policies_for(layers: int) -> dict[str, Policy]:
-    """Full, naive, and SparseX over boundaries of 0, 1 layer, 10 and 20 % of the layers, and three budgets."""
-    boundaries = sorted({0, 1, round(0.1 * layers), round(0.2 * layers)})
+    """Full, the default policy, naive reuse, and SparseX over boundaries of 0, 1 layer and 20 % of the layers."""
+    settings = ((0, 0.05), (1, 0.05), (1, 0.10), (round(0.2 * layers), 0.10))
     sparse = {
         f"sparsex b{boundary} k{topk:.2f}": SparseX(boundary_layers=boundary, recompute_share=topk)
-        for boundary in boundaries
-        for topk in (0.05, 0.10, 0.20)
+        for boundary, topk in settings
     }
-    return {"full": Full(), "naive": Naive(), **sparse}
+    return {"full": Full(), "transitive": Transitive(), "naive": Naive(), **sparse}
 
 
 def main(
@@ -217,14 +222,15 @@ def main(
         folder = Path(name)
         make_model(folder, layers, 2 * max(lengths))
         engine = Engine(folder, dtype=dtype, num_pages=5 * max(lengths) // 2 // 16, max_prefill_tokens=max(lengths))
-        task = progress.add_task("measuring", total=len(lengths) * (len(reuses) + 1))
+        layouts = [*((reuse, False) for reuse in reuses), (INTERLEAVED_REUSE, True)]
+        task = progress.add_task("measuring", total=len(lengths) * (len(layouts) + 1))
         for tokens in lengths:
             progress.update(task, description=f"{tokens} tokens, against transformers")
             report.full[tokens] = against_transformers(engine, folder, tokens, runs)
             progress.advance(task)
-            for reuse in reuses:
+            for reuse, interleaved in layouts:
                 progress.update(task, description=f"{tokens} tokens, {reuse:.0%} reuse")
-                rows = measure(engine, tokens, reuse, policies_for(layers), runs)
+                rows = measure(engine, tokens, reuse, policies_for(layers), runs, interleaved=interleaved)
                 report.rows.extend(rows)
                 console.print(table_of(rows))
                 if save is not None:
@@ -256,9 +262,10 @@ def _configuration(layers: int, dtype: str, runs: int) -> dict[str, object]:
     }
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[PolicyTimes]) -> Table:
     """One prompt shape; `floor` is the speed-up that the FLOPs alone would allow."""
-    table = Table("policy", title=f"{rows[0].tokens} tokens, {rows[0].reuse:.0%} reused", box=box.MARKDOWN)
+    layout = ", interleaved" if rows[0].interleaved else ""
+    table = Table("policy", title=f"{rows[0].tokens} tokens, {rows[0].reuse:.0%} reused{layout}", box=box.MARKDOWN)
     for name in ("TTFT ms", "speed-up", "floor", "time/floor", "FLOPs", "grafted", "redone"):
         table.add_column(name, justify="right")
     for r in rows:

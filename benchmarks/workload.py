@@ -14,6 +14,7 @@ DOCUMENT_TOKENS = 512  # at most; prompts with less known text hold shorter docu
 CORPUS_PROMPTS = 3  # the documents are those of this many prompts
 TURNS = 3  # of a chat session; its last prompt has the full length
 AGENTS = 3  # before one judge
+QUESTION_TOKENS = 16  # behind interleaved documents
 MIN_FIRST_TURN = 64  # tokens; a session has fewer turns where its first one would be shorter
 _WORD = re.compile(r"[a-z]+\d*")
 
@@ -56,6 +57,7 @@ class Shape:
         tokens: of a prompt (chat: of the longest prompt of a session).
         reuse: share of a prompt's tokens that stood in earlier prompts or answers, in [0, 1).
         max_tokens: of an answer.
+        interleaved: new text stands before each document, not only before and behind all of them.
 
     Raises:
         ValueError: a value out of its range.
@@ -64,6 +66,7 @@ class Shape:
     tokens: int
     reuse: float
     max_tokens: int
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.reuse < 1:
@@ -164,6 +167,11 @@ class Author:
             size, extra = divmod(known, self.num_documents)
             documents = [" ".join(document[: size + (i < extra)]) for i, document in enumerate(drawn)]
         instruction, question = self._around()
+        if self.shape.interleaved:
+            words, parts = instruction.split(), len(documents)
+            texts = [" ".join(words[i * len(words) // parts : (i + 1) * len(words) // parts]) for i in range(parts)]
+            documents = [piece for pair in zip(texts, documents, strict=True) for piece in pair]
+            instruction = ""
         return Ask(kind, (_user(instruction, *before, *documents, question),), self.shape.max_tokens)
 
     def judge(self, team: Sequence[Ask]) -> Ask:
@@ -194,8 +202,10 @@ class Author:
         return Ask("chat", (_user(instruction, *quoted, question),), self.shape.max_tokens)
 
     def _around(self, new: int | None = None) -> tuple[str, str]:
+        """New text before and behind what is known: half each, or (interleaved) all but a question before."""
         new = self.shape.tokens - self.shape.known if new is None else new
-        return " ".join(self._fresh(new - new // 2)), " ".join(self._fresh(new // 2))
+        behind = min(QUESTION_TOKENS, new // 2) if self.shape.interleaved else new // 2
+        return " ".join(self._fresh(new - behind)), " ".join(self._fresh(behind))
 
     def _fresh(self, count: int) -> list[str]:
         return self.rng.choices(self.words, k=count)

@@ -4,7 +4,7 @@
     python -m research.quality main lengths       some
 
 Each writes rows, tables and pictures to results/quality/NAME and goes on where it was stopped. Choices were made on
-seed 1 (`--seed 1 --out elsewhere`), figures are of seed 1000; docs/results/quality.md says what was known of them when.
+seed 1 (`--seed 1 --out elsewhere`); docs/results/quality.md says which seed its figures are of, and what that means.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from rich.console import Console
 from kvgraft.evaluate import layers, plots, results, runner
 from kvgraft.evaluate.hosts import Host, open_host
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.runner import Row, Settings
+from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.tasks import PATTERNS, Pattern, find_suites
 from kvgraft.testbed import MODEL_DIR
 from research import redknot
 from research.sparsex.curves import write_curves
 from research.sparsex.paper_tables import paper_tables
 
-HELD_BACK_SEED = 1000
+HELD_BACK_SEED = 3000
 NUM_LAYERS = 8
 SEGMENTS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
@@ -199,7 +199,7 @@ def main() -> None:
 
 def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> None:
     console, out = Console(), arguments.out / name
-    settings = Settings(
+    settings = EvalSettings(
         find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments,
         experiment.patterns, arguments.items or experiment.items, arguments.seed,
     )  # fmt: skip
@@ -210,9 +210,7 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
         rows = runner.run(settings, host, out, on_progress)
     command = f"python -m research.quality {name}"
     command += f" --items {arguments.items}" if arguments.items else ""
-    results.write_tables(
-        rows, out, command if arguments.seed == HELD_BACK_SEED else f"{command} --seed {arguments.seed}"
-    )
+    results.write_tables(rows, out, f"{command} --seed {arguments.seed}")
     if experiment.families:
         write_curves(rows, out, experiment.families)
     else:
@@ -226,7 +224,7 @@ def _run(name: str, experiment: Experiment, arguments: argparse.Namespace) -> No
     console.print(results.render(rows))
 
 
-def _compare_hosts(name: str, native: Sequence[Row], vllm: Sequence[Row]) -> str:
+def _compare_hosts(name: str, native: Sequence[EvalRow], vllm: Sequence[EvalRow]) -> str:
     """A table of both hosts' scores on the same prompts, and of how many answers are equal word for word."""
     here = {(row.cluster, row.number, row.policy): row.answer.text.split() for row in native}
     lines = []

@@ -8,10 +8,10 @@ from matplotlib import pyplot as plt
 
 from kvgraft.evaluate.plots import COLOURS, STYLE, WORK, draw_full, save
 from kvgraft.evaluate.results import summarise
-from kvgraft.evaluate.runner import Row
+from kvgraft.evaluate.runner import EvalRow
 
 
-def write_curves(rows: Sequence[Row], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:
+def write_curves(rows: Sequence[EvalRow], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:
     """Quality against work, one line for each family of policies (one method with more and more work)."""
     found = {summary.policy: summary for summary in summarise(rows, "all")}
     with mpl.rc_context(STYLE):

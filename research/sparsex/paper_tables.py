@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvgraft.evaluate import results
-from kvgraft.evaluate.runner import Row
+from kvgraft.evaluate.runner import EvalRow
 
 PAPER_METHODS = {  # the rows of SparseX's tables
     "full": "full recompute", "naive": "naive reuse", "cacheblend": "CacheBlend", "epic": "EPIC",
@@ -24,7 +24,7 @@ TABLE_3 = {  # mean over the eight tasks of Qwen2.5-7B: AutoGen, MAD
 }  # fmt: skip
 
 
-def paper_tables(rows: Sequence[Row]) -> str:
+def paper_tables(rows: Sequence[EvalRow]) -> str:
     """Tables 1 to 3 of SparseX, its figures beside ours (SparseX, section 5)."""
     suites = {(s.policy, s.group): s for s in results.summarise(rows, "suite")}
     tasks = {(s.policy, s.group): s for s in results.summarise(rows, "task")}

@@ -35,7 +35,7 @@ from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.decode.graph import Value
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate import flows as judging
-from kvgraft.evaluate.flows import Found
+from kvgraft.evaluate.flows import FlowScore
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 
@@ -127,8 +127,8 @@ def search(
     seed: int = 0,
     length: int = 4096,
     stages: Sequence[judging.Stage] = judging.STAGES,
-    on_generation: Callable[[list[Found]], None] | None = None,
-) -> list[Found]:
+    on_generation: Callable[[list[FlowScore]], None] | None = None,
+) -> list[FlowScore]:
     """Judge candidates, a generation at a time, until there are so many or the time is over; those that `out` holds
     count. Equal arguments give equal candidates, also if the search was interrupted.
 
@@ -140,7 +140,7 @@ def search(
     folder, start = out / CANDIDATES, time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     tried: list[Candidate] = []
-    found: list[Found] = []
+    found: list[FlowScore] = []
     while len(tried) < candidates and time.perf_counter() - start < seconds:
         for _ in range(min(GENERATION, candidates - len(tried))):  # which share the reading of the texts
             tried.append(propose(tried, found, folder, seed))
@@ -152,7 +152,7 @@ def search(
     return found
 
 
-def propose(tried: Sequence[Candidate], found: Sequence[Found], folder: Path, seed: int) -> Candidate:
+def propose(tried: Sequence[Candidate], found: Sequence[FlowScore], folder: Path, seed: int) -> Candidate:
     """The next candidate, written to a file: random, or a changed child of two of the best, and none of before."""
     number = len(tried)
     rng = Random(f"flow {seed} {number}")  # noqa: S311
@@ -173,7 +173,7 @@ def propose(tried: Sequence[Candidate], found: Sequence[Found], folder: Path, se
     return Candidate(number, genes, tuple(parent.number for parent in parents), flow)
 
 
-def _rank(candidate: Candidate, judged: Mapping[str, Found]) -> tuple[int, float, int]:
+def _rank(candidate: Candidate, judged: Mapping[str, FlowScore]) -> tuple[int, float, int]:
     """Less is better: by stages, by score to a hundredth, by how little is read."""
     own = judged[candidate.flow]
     return -len(own.passed), -round(own.score, 2), int(candidate.genes["k"])

@@ -1,6 +1,7 @@
 """Prompts have the length and the share of known text that was asked for, counted in tokens."""
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -28,8 +29,7 @@ RUN = 6  # equal tokens in a row are known text: by chance they are not
 
 def answer(ask: Ask) -> str:
     """Words that depend on the request, as many as it may have."""
-    start = sum(map(ord, prompt(ask)))
-    return " ".join(WORDS[(start + 7 * i * i) % len(WORDS)] for i in range(ask.max_tokens))
+    return " ".join(Random(prompt(ask)).choices(WORDS, k=ask.max_tokens))
 
 
 def prompt(ask: Ask) -> str:
@@ -69,6 +69,15 @@ def test_prompts_are_as_long_and_as_known_as_asked(kind: str, tokens: int, reuse
     for ask, ids, share in timed:
         assert len(ids) == tokens or (ask.kind == "chat" and len(ids) < tokens)
         assert share == pytest.approx(reuse, abs=0.02), ask.kind
+
+
+def test_interleaved_prompts_hold_new_text_before_each_document():
+    asks = make_workload("rag", Shape(1500, 0.5, 24, interleaved=True), 4, WORDS, seed=3)
+    read = [list(ENCODE(prompt(ask))) for ask in asks if not ask.timed]
+    for ask in (ask for ask in asks if ask.timed):
+        pieces = [list(ENCODE(str(piece))) for piece in ask.messages[0].pieces]
+        assert [known_share(piece, read) for piece in pieces] == [0, 1, 0, 1, 0]
+        assert sum(map(len, pieces)) == 1500
 
 
 @pytest.mark.parametrize("kind", ["rag", "chat"])

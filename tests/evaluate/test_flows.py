@@ -13,7 +13,7 @@ from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.evaluate import flows as judging
 from kvgraft.evaluate.decoding import speedups
 from kvgraft.evaluate.explain import explain, render
-from kvgraft.evaluate.flows import Found, Row, Stage
+from kvgraft.evaluate.flows import FlowRow, FlowScore, Stage
 from kvgraft.evaluate.plots import write_pareto
 from kvgraft.testbed import MODEL_DIR
 
@@ -59,8 +59,8 @@ def test_a_flow_that_is_wrong_stops_all_before_anything_is_asked(engine: Engine,
     assert not (tmp_path / "out").exists()
 
 
-def row(flow: str, score: float, stage: str = "first") -> Row:
-    return Row(stage, "t", 0, 0, flow, score, "")
+def row(flow: str, score: float, stage: str = "first") -> FlowRow:
+    return FlowRow(stage, "t", 0, 0, flow, score, "")
 
 
 def test_the_frontier_is_of_flows_that_no_other_beats_in_both(tmp_path: Path):
@@ -72,7 +72,7 @@ def test_the_frontier_is_of_flows_that_no_other_beats_in_both(tmp_path: Path):
     assert found[-1].flow == "d", "it has not been asked everything"
     write_pareto(found, judging.frontier(found), tmp_path)
     assert (tmp_path / "flows.png").stat().st_size > 10_000
-    assert msgspec.json.decode(judging.as_json(found), type=list[Found]) == found
+    assert msgspec.json.decode(judging.as_json(found), type=list[FlowScore]) == found
 
 
 def test_speed_is_measured_and_the_engine_is_as_before(engine: Engine):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,13 @@ import pytest
 from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
 from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
-from kvgraft.evaluate.runner import Row, Settings
+from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
 POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")
-SETTINGS = Settings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
+SETTINGS = EvalSettings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def host() -> NativeHost:
 
 
 @pytest.fixture(scope="module")
-def rows(host: NativeHost, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def rows(host: NativeHost, tmp_path_factory: pytest.TempPathFactory) -> list[EvalRow]:
     return runner.run(SETTINGS, host, tmp_path_factory.mktemp("whole"))
 
 
@@ -51,12 +52,12 @@ class Dying:
             yield answer
 
 
-def meaning(row: Row) -> tuple[object, ...]:
+def meaning(row: EvalRow) -> tuple[object, ...]:
     """A row without its times."""
     return (row.cluster, row.number, row.policy, row.score, row.answer.text, row.answer.grafted, row.answer.computed)
 
 
-def test_every_prompt_has_a_row_for_each_policy(rows: list[Row]):
+def test_every_prompt_has_a_row_for_each_policy(rows: list[EvalRow]):
     assert len(rows) == 2 * 4 * 3
     assert {(row.suite, row.task, row.length, row.crosses) for row in rows} == {("instruction", "glossary", 400, True)}
     for row in rows:
@@ -67,7 +68,27 @@ def test_every_prompt_has_a_row_for_each_policy(rows: list[Row]):
         assert answer.fallback is None
 
 
-def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[Row], tmp_path: Path):
+def test_patterns_of_reuse_are_drawn_evenly_over_suites_and_lengths(tmp_path: Path):
+    class Noting:
+        """A host that notes the pattern of each item and answers nothing."""
+
+        def __init__(self) -> None:
+            self.patterns: Counter[str] = Counter()
+
+        def describe(self) -> dict[str, Any]:
+            return {}
+
+        def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+            self.patterns[item.pattern] += 1
+            return iter(())
+
+    host = Noting()
+    runner.run(EvalSettings(find_suites("instruction,chat"), ("full",), (300, 400), items=2, seed=5), host, tmp_path)
+    assert sum(host.patterns.values()) == 2 * 2 * (1 + 3)
+    assert set(host.patterns.values()) == {2, 3}
+
+
+def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[EvalRow], tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         runner.run(SETTINGS, Dying(host, 15), tmp_path)
     with (tmp_path / runner.ROWS).open("ab") as file:
@@ -83,7 +104,7 @@ def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[Row], tmp_path
 
 def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: Path):
     runner.run(SETTINGS, host, tmp_path)
-    other = Settings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)
+    other = EvalSettings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)
     with pytest.raises(ValueError, match=r"other settings \(patterns was .* policies was .*: choose another --out"):
         runner.run(other, host, tmp_path)
 
@@ -100,7 +121,7 @@ def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: 
 )
 def test_settings_that_cannot_be(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        Settings(find_suites("ruler"), **arguments)
+        EvalSettings(find_suites("ruler"), **arguments)
 
 
 def test_hosts_that_are_not_there():
@@ -119,7 +140,7 @@ def test_hosts_that_are_not_there():
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_vllm_answers_as_the_native_engine_does(rows: list[Row], tmp_path: Path):
+def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: Path):
     with open_host("vllm", MODEL_DIR, dtype="float32", device="cpu", kv_gib=1.0) as served:
         theirs = runner.run(SETTINGS, served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
@@ -136,9 +157,9 @@ def test_vllm_answers_as_the_native_engine_does(rows: list[Row], tmp_path: Path)
             assert row.answer.text.split() == mine.text.split()
 
 
-def made_up(policy: str, number: int, score: float, **answer: Any) -> Row:
+def made_up(policy: str, number: int, score: float, **answer: Any) -> EvalRow:
     told = {"prompt": 100, "prefix": 0, "grafted": 80, "recomputed": 8, "fresh": 20, "computed": 0.4}
-    return Row(
+    return EvalRow(
         f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0, policy, ("42",), score,
         score, score, Answer("42", **{"ttft_s": 0.1} | told | answer),
     )  # fmt: skip
@@ -184,7 +205,7 @@ def test_summaries():
     ]  # fmt: skip
 
 
-def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
+def test_tables_and_pictures_are_written(rows: list[EvalRow], tmp_path: Path):
     results.write_tables(rows, tmp_path, "kvgraft eval ...")
     text = (tmp_path / "tables.md").read_text()
     assert "`kvgraft eval ...`" in text
@@ -205,7 +226,7 @@ def test_tables_and_pictures_are_written(rows: list[Row], tmp_path: Path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_host_does_not_tell_is_a_dash(rows: list[Row]):
+def test_what_a_host_does_not_tell_is_a_dash(rows: list[EvalRow]):
     silent = [msgspec.structs.replace(row, answer=replace(row.answer, flops=0, distances={})) for row in rows]
     [header, *lines] = results.overview_table(results.summarise(silent, "all"))
     for line in lines:
@@ -213,7 +234,7 @@ def test_what_a_host_does_not_tell_is_a_dash(rows: list[Row]):
         assert (shown["FLOPs"], shown["KL"], shown["top-1"]) == ("-", "-", "-")
 
 
-def test_the_fewer_are_columns(rows: list[Row]):
+def test_the_fewer_are_columns(rows: list[EvalRow]):
     by_pattern = results.scores_table(results.summarise(rows, "pattern"))
     assert by_pattern[0] == ["", "alone", "tail"]
     assert [line[0] for line in by_pattern[1:]] == list(POLICIES)
@@ -223,7 +244,7 @@ def test_the_fewer_are_columns(rows: list[Row]):
 
 
 def test_rows_are_lines_of_json(host: NativeHost, tmp_path: Path):
-    settings = Settings(SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5)
+    settings = EvalSettings(SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5)
     runner.run(settings, host, tmp_path)
     [line, *_] = (tmp_path / runner.ROWS).read_text().splitlines()
     assert json.loads(line)["answer"]["prompt"] > 200

@@ -3,7 +3,7 @@
 import pytest
 
 from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.runner import Row, Settings
+from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.tasks import GENERATED, find_suites
 from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
 from research.quality import EXPERIMENTS, WORK, _compare_hosts, _rules
@@ -13,7 +13,9 @@ from research.sparsex.paper_tables import PAPER_METHODS, paper_tables
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_can_run(name: str):
     experiment = EXPERIMENTS[name]
-    settings = Settings(find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments)
+    settings = EvalSettings(
+        find_suites(experiment.suites), experiment.policies, experiment.lengths, experiment.segments
+    )
     assert settings.policies[0] == "full"
 
 
@@ -34,7 +36,7 @@ def test_rules_are_compared_at_equal_work(work: float):
 def test_paper_tables_have_a_row_for_each_method():
     answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
     rows = [
-        Row(f"{name}/{task}/{n}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
+        EvalRow(f"{name}/{task}/{n}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
         for n in range(2)
         for policy in PAPER_METHODS
         for name, suite in GENERATED.items()
@@ -49,9 +51,11 @@ def test_paper_tables_have_a_row_for_each_method():
 
 
 def test_hosts_are_compared_prompt_by_prompt():
-    def row(policy: str, text: str, score: float) -> Row:
+    def row(policy: str, text: str, score: float) -> EvalRow:
         answer = Answer(text, 0.1, 100, 0, 80, 8, 20, 0.28)
-        return Row("ruler/0", 0, "ruler", "variable", "alone", 1024, True, policy, ("42",), score, score, score, answer)
+        return EvalRow(
+            "ruler/0", 0, "ruler", "variable", "alone", 1024, True, policy, ("42",), score, score, score, answer
+        )
 
     text = _compare_hosts(
         "vllm", [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]

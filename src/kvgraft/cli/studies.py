@@ -53,7 +53,7 @@ def evaluate(
     from kvgraft.evaluate import plots, results, runner  # matplotlib takes a second to load
     from kvgraft.evaluate.hosts import open_host
 
-    settings = runner.Settings(
+    settings = runner.EvalSettings(
         find_suites(suite),
         tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
         tuple(_parse_lengths(lengths)),

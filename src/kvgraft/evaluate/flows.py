@@ -61,7 +61,7 @@ STAGES = (
 )  # fmt: skip
 
 
-class Row(msgspec.Struct, frozen=True):
+class FlowRow(msgspec.Struct, frozen=True):
     """One answer."""
 
     stage: str
@@ -73,7 +73,7 @@ class Row(msgspec.Struct, frozen=True):
     answer: str
 
 
-class Found(msgspec.Struct, frozen=True):
+class FlowScore(msgspec.Struct, frozen=True):
     """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on the same questions.
 
     Attributes:
@@ -104,7 +104,7 @@ def evaluate(
     stages: Sequence[Stage] = STAGES,
     scale: int = 1,
     on_progress: OnProgress | None = None,
-) -> list[Row]:
+) -> list[FlowRow]:
     """Let all flows through the stages; `dense` goes first and through all. What `out` holds is not asked again.
 
     Args:
@@ -118,7 +118,7 @@ def evaluate(
         if found is not None:
             engine.scheduler.flows.program(found)
     out.mkdir(parents=True, exist_ok=True)
-    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, Row)}
+    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, FlowRow)}
     left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
     with (out / ROWS).open("ab") as file:
         for place, stage in enumerate(stages):
@@ -143,8 +143,8 @@ def _answers(
     text: int,
     item: Item,
     flows: Sequence[str],
-    known: Mapping[tuple[str, int, int, str], Row],
-) -> Iterator[Row]:
+    known: Mapping[tuple[str, int, int, str], FlowRow],
+) -> Iterator[FlowRow]:
     """What is not known yet. The text is read once, by whoever comes first."""
     engine.clear_cache()
     for number, ask in enumerate(item.phase_2):
@@ -152,7 +152,7 @@ def _answers(
             if (stage, text, number, flow) in known:
                 continue
             answer = _answer(engine, ask, flow)
-            yield Row(stage, task, text, number, flow, SCORES[ask.metric](answer, ask.answers), answer)
+            yield FlowRow(stage, task, text, number, flow, SCORES[ask.metric](answer, ask.answers), answer)
 
 
 def _answer(engine: Engine, ask: Ask, flow: str) -> str:
@@ -165,14 +165,14 @@ def _answer(engine: Engine, ask: Ask, flow: str) -> str:
     return result.text
 
 
-def _scores(rows: Iterable[Row]) -> dict[str, float]:
+def _scores(rows: Iterable[FlowRow]) -> dict[str, float]:
     by_flow: dict[str, list[float]] = {}
     for row in rows:
         by_flow.setdefault(row.flow, []).append(row.score)
     return {flow: mean(scores) for flow, scores in by_flow.items()}
 
 
-def summarise(rows: Sequence[Row], speed: Mapping[str, tuple[float, float]] | None = None) -> list[Found]:
+def summarise(rows: Sequence[FlowRow], speed: Mapping[str, tuple[float, float]] | None = None) -> list[FlowScore]:
     """One line a flow, best first: by the stages that it has answered, then by its score."""
     dense = {(row.stage, row.text, row.number): row.score for row in rows if row.flow == DENSE}
     found = []
@@ -188,11 +188,11 @@ def summarise(rows: Sequence[Row], speed: Mapping[str, tuple[float, float]] | No
         rates = (speed or {}).get(flow, (0.0, 0.0))
         of_dense = score / max(truth, 1e-9)
         least, most = (None, None) if isnan(low) else (low, high)
-        found.append(Found(flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates))
+        found.append(FlowScore(flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates))
     return sorted(found, key=lambda one: (-len(one.passed), -one.score, one.flow))
 
 
-def frontier(found: Sequence[Found]) -> list[Found]:
+def frontier(found: Sequence[FlowScore]) -> list[FlowScore]:
     """Flows than which no other is both better (in all stages) and faster, fastest first."""
     whole = [one for one in found if len(one.passed) == max(len(other.passed) for other in found)]
     return sorted(
@@ -207,12 +207,12 @@ def frontier(found: Sequence[Found]) -> list[Found]:
     )  # fmt: skip
 
 
-def as_json(found: Sequence[Found]) -> str:
+def as_json(found: Sequence[FlowScore]) -> str:
     """What a program reads."""
     return msgspec.json.format(msgspec.json.encode(list(found)), indent=2).decode() + "\n"
 
 
-def render(found: Sequence[Found]) -> RenderableType:
+def render(found: Sequence[FlowScore]) -> RenderableType:
     """A line for each flow; those of the frontier are marked."""
     stages = list(dict.fromkeys(name for one in found for name in one.stages))
     table = Table()

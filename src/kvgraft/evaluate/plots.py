@@ -9,9 +9,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvgraft.evaluate.flows import Found
+from kvgraft.evaluate.flows import FlowScore
 from kvgraft.evaluate.results import Summary, summarise
-from kvgraft.evaluate.runner import Row
+from kvgraft.evaluate.runner import EvalRow
 from kvgraft.kv.heads import HeadClass, HeadMap
 
 mpl.use("Agg")
@@ -24,7 +24,7 @@ _TAB20 = plt.get_cmap("tab20").colors
 COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter twins
 
 
-def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
+def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
     """Quality against time and against work, against memory where policies differ in it, and by task, length and
     pattern where there is more than one."""
     policies = list(dict.fromkeys(row.policy for row in rows))
@@ -91,7 +91,7 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
     return figure
 
 
-def write_pareto(found: Sequence[Found], best: Sequence[Found], directory: Path) -> Path:
+def write_pareto(found: Sequence[FlowScore], best: Sequence[FlowScore], directory: Path) -> Path:
     """Accuracy against speed of flows; those that no other beats in both are joined, numbered and named. Those that
     an early stage has ended are paler: their score is of easier tasks."""
     last = max(len(one.passed) for one in found)

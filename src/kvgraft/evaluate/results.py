@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.runner import Row
+from kvgraft.evaluate.runner import EvalRow
 from kvgraft.evaluate.statistics import bootstrap, paired_difference
 
 
@@ -72,7 +72,7 @@ class Summary:
     fallbacks: int
 
 
-GROUPINGS: dict[str, Callable[[Row], str]] = {
+GROUPINGS: dict[str, Callable[[EvalRow], str]] = {
     "all": lambda row: "all",
     "suite": lambda row: row.suite,
     "task": lambda row: f"{row.suite}/{row.task}",
@@ -82,11 +82,11 @@ GROUPINGS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def summarise(rows: Sequence[Row], grouping: str) -> list[Summary]:
+def summarise(rows: Sequence[EvalRow], grouping: str) -> list[Summary]:
     """One summary for each group and policy, in the order in which they appear."""
     group_of = GROUPINGS[grouping]
     full = {(row.cluster, row.number): row for row in rows if row.policy == "full"}
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[EvalRow]] = {}
     for row in rows:
         groups.setdefault((group_of(row), row.policy), []).append(row)
     order = list(dict.fromkeys(group for group, _ in groups))
@@ -94,7 +94,7 @@ def summarise(rows: Sequence[Row], grouping: str) -> list[Summary]:
     return [_summary(group, policy, groups[group, policy], full) for group, policy in ranked]
 
 
-def _summary(group: str, policy: str, rows: Sequence[Row], full: dict[tuple[str, int], Row]) -> Summary:
+def _summary(group: str, policy: str, rows: Sequence[EvalRow], full: dict[tuple[str, int], EvalRow]) -> Summary:
     scores = [row.score for row in rows]
     clusters = [row.cluster for row in rows]
     low, high = bootstrap(scores, clusters)
@@ -201,7 +201,7 @@ LEGEND = (
 )
 
 
-def render(rows: Sequence[Row]) -> RenderableType:
+def render(rows: Sequence[EvalRow]) -> RenderableType:
     """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
     overview = overview_table(summarise(rows, "all"))
     left_out = ("95 %", "beyond full", "F1", "EM", "TTFT ms", "top-1")
@@ -213,7 +213,7 @@ def render(rows: Sequence[Row]) -> RenderableType:
     return Group(*tables, Text(LEGEND, style="dim"))
 
 
-def write_tables(rows: Sequence[Row], directory: Path, command: str) -> None:
+def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None:
     """`tables.md` with every grouping, and a CSV file for each."""
     parts = [f"# Evaluation\n\n`{command}`\n\n{LEGEND}.\n"]
     for name in GROUPINGS:

@@ -18,7 +18,7 @@ CONFIG, ROWS = "config.json", "rows.jsonl"
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvalSettings:
     """What is evaluated; with the host it determines everything but times.
 
     Raises:
@@ -56,7 +56,7 @@ class Settings:
         }
 
 
-class Row(msgspec.Struct, frozen=True):
+class EvalRow(msgspec.Struct, frozen=True):
     """One answer. `cluster` names the item, whose questions are about one text; `score` is by the task's own metric."""
 
     cluster: str
@@ -74,7 +74,7 @@ class Row(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-def run(settings: Settings, host: Host, directory: Path, on_progress: OnProgress | None = None) -> list[Row]:
+def run(settings: EvalSettings, host: Host, directory: Path, on_progress: OnProgress | None = None) -> list[EvalRow]:
     """Answer what the directory does not hold yet, and return all rows.
 
     Raises:
@@ -100,24 +100,29 @@ def run(settings: Settings, host: Host, directory: Path, on_progress: OnProgress
     return list(rows.values())
 
 
-def read_rows(directory: Path) -> list[Row]:
+def read_rows(directory: Path) -> list[EvalRow]:
     """The rows of an evaluation."""
-    return read_lines(directory / ROWS, Row)
+    return read_lines(directory / ROWS, EvalRow)
 
 
-def _items(settings: Settings) -> Iterator[tuple[str, str, int, Item]]:
+def _items(settings: EvalSettings) -> Iterator[tuple[str, str, int, Item]]:
+    """Every item with its cluster, suite and length. Patterns of reuse take turns over all of them, so that few items
+    are drawn as evenly as many."""
+    patterns, turn = settings.patterns, 0
     for suite in settings.suites:
         for length in settings.lengths:
-            shape = Shape(length, settings.num_segments, settings.patterns)  # type: ignore[arg-type]
-            for number, item in enumerate(suite.items(settings.seed, settings.items, shape)):
+            turns = patterns[turn:] + patterns[:turn]
+            items = suite.items(settings.seed, settings.items, Shape(length, settings.num_segments, turns))  # type: ignore[arg-type]
+            turn = (turn + len(items)) % len(patterns)
+            for number, item in enumerate(items):
                 yield f"{suite.name}/{length}/{number}", suite.name, length, item
 
 
-def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> Row:
+def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> EvalRow:
     cluster, number, policy = key
     ask: Ask = item.phase_2[number]
     scores = {name: score(answer.text, ask.answers) for name, score in SCORES.items()}
-    return Row(
+    return EvalRow(
         cluster=cluster,
         number=number,
         suite=suite,

@@ -22,6 +22,12 @@ def test_every_task_comes_in_every_pattern(name: str):
 
 
 @each_suite
+def test_few_items_take_turns_through_all_patterns(name: str):
+    patterns = [item.pattern for item in GENERATED[name].items(7, 2, SHAPE)]
+    assert patterns == [PATTERNS[number % len(PATTERNS)] for number in range(len(patterns))]
+
+
+@each_suite
 def test_answers_follow_from_the_prompt(name: str):
     for item in ITEMS[name]:
         for ask in item.phase_2:

@@ -7,14 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.runner import ROWS, Row
+from kvgraft.evaluate.runner import ROWS, EvalRow
 from research.samkv.shares import app
 
 
 def write(directory: Path, policy: str, scores: list[float]) -> str:
     answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
     rows = [
-        Row(f"text {n}", 0, "multidoc", "chain", "alone", 1024, True, policy, ("42",), f1, f1, f1, answer)
+        EvalRow(f"text {n}", 0, "multidoc", "chain", "alone", 1024, True, policy, ("42",), f1, f1, f1, answer)
         for n, f1 in enumerate(scores)
     ]
     directory.mkdir()

@@ -51,7 +51,8 @@ class Shape:
     Attributes:
         length: tokens of a prompt of phase 2, about.
         num_segments: reused segments in it.
-        patterns: how phase 2 reuses what phase 1 read; items take turns.
+        patterns: how phase 2 reuses what phase 1 read; items take turns, those of the next task where the last one's
+            ended.
 
     Raises:
         ValueError: a number out of range or an unknown pattern.
@@ -96,10 +97,11 @@ class Suite:
         """
         if count < 1:
             raise ValueError(f"items must be at least 1, got {count}")
+        turns = cycle(shape.patterns)
         return tuple(
             self.make(Random(f"{self.name} {task} {pattern} {seed} {number}"), shape, task, pattern)  # noqa: S311
             for task in self.tasks
-            for number, pattern in enumerate(islice(cycle(shape.patterns), self._number(task, count)))
+            for number, pattern in enumerate(islice(turns, self._number(task, count)))
         )
 
     def _number(self, task: str, count: int) -> int:
