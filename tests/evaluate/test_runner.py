@@ -185,6 +185,22 @@ def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, re
     assert {answer.text for *_, answer in answers} == {"42"}
 
 
+def test_policies_are_paired_prompt_by_prompt(tmp_path: Path):
+    scores = {"full": [1.0] * 12, "transitive": [1.0, 0.0] * 6, "naive": [0.0, 0.0] * 6, "epic": [0.0, 1.0] * 6}
+    rows = [made_up(policy, n, score) for policy, values in scores.items() for n, score in enumerate(values)]
+    header, *lines = results.paired_table(rows, "transitive")
+    assert header[1] == "score less that of transitive"
+    p = 3 * 2 / 2**6  # of six texts, times three tests
+    assert lines == [
+        ["full", "+0.500", "+0.500 to +0.500", f"{p:.3f}"], ["naive", "-0.500", "-0.500 to -0.500", f"{p:.3f}"],
+        ["epic", "+0.000", "+0.000 to +0.000", "1.000"],
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no answers under 'magic': there are those of full, transitive"):
+        results.paired_table(rows, "magic")
+    results.write_tables(rows, tmp_path, "a command")
+    assert "## Beside transitive, the default, prompt by prompt" in (tmp_path / "tables.md").read_text()
+
+
 def test_summaries():
     full = [made_up("full", n, 1.0, grafted=0, recomputed=0, fresh=100, computed=1.0, ttft_s=0.4) for n in range(4)]
     ours = [made_up("naive", n, float(n > 0), distances={"kl": float(n)}) for n in range(4)]

@@ -15,6 +15,7 @@ from kvgraft.evaluate.statistics import (
     kl_divergence,
     mcnemar,
     paired_difference,
+    paired_p,
     rank_correlation,
     wilson,
 )
@@ -84,6 +85,18 @@ def test_differences_are_of_pairs():
     assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0), "however far apart the pairs are"
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1.0], [1.0, 2.0])
+
+
+def test_the_permutation_test_exchanges_the_sides_of_clusters():
+    assert paired_p([1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5) == pytest.approx(2 / 2**5), "all of them, as there are few"
+    assert paired_p([1.0] * 6, [0.0] * 6, [0, 0, 1, 1, 2, 2]) == pytest.approx(2 / 2**3)
+    assert paired_p([0.3, 0.5], [0.3, 0.5]) == 1
+    generator = np.random.default_rng(0)
+    ours, theirs = generator.normal(0, 1, (2, 400))
+    same, better = paired_p(list(ours), list(theirs)), paired_p(list(ours + 0.3), list(theirs))
+    assert same > 0.05
+    assert better < 0.001
+    assert paired_p(list(ours), list(theirs)) == same, "drawn alike"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import EvalRow
-from kvgraft.evaluate.statistics import bootstrap, paired_difference
+from kvgraft.evaluate.statistics import bootstrap, holm, paired_difference, paired_p
+from kvgraft.prefill import DEFAULT_POLICY
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,30 @@ def overview_table(summaries: Iterable[Summary]) -> list[list[str]]:
     return [header, *lines]
 
 
+def paired_table(rows: Sequence[EvalRow], reference: str) -> list[list[str]]:
+    """Header and lines: the score of every other policy less that of the reference on the same prompts, its 95 %
+    interval, and p (permutations by item; Holm's correction for the number of lines).
+
+    Raises:
+        ValueError: nothing was answered under the reference.
+    """
+    by_policy: dict[str, dict[tuple[str, int], float]] = {}
+    for row in rows:
+        by_policy.setdefault(row.policy, {})[row.cluster, row.number] = row.score
+    if reference not in by_policy:
+        raise ValueError(f"no answers under {reference!r}: there are those of {', '.join(by_policy)}")
+    theirs = by_policy.pop(reference)
+    pairs = [([mine[key] for key in theirs], list(theirs.values())) for mine in by_policy.values()]
+    clusters = [cluster for cluster, _ in theirs]
+    differences = [paired_difference(*pair, clusters) for pair in pairs]
+    corrected = holm([paired_p(*pair, clusters) for pair in pairs])
+    lines = [
+        [policy, f"{d.value:+.3f}", "-" if isnan(d.low) else f"{d.low:+.3f} to {d.high:+.3f}", f"{p:.3f}"]
+        for policy, d, p in zip(by_policy, differences, corrected, strict=True)
+    ]
+    return [["policy", f"score less that of {reference}", "95 %", "p, corrected"], *lines]
+
+
 def _beyond(summary: Summary) -> str:
     if summary.policy == "full" or isnan(summary.beyond_low):
         return "-"
@@ -214,7 +239,7 @@ def render(rows: Sequence[EvalRow]) -> RenderableType:
 
 
 def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None:
-    """`tables.md` with every grouping, and a CSV file for each."""
+    """`tables.md` with every grouping and what the default policy is paired with, and a CSV file for each grouping."""
     parts = [f"# Evaluation\n\n`{command}`\n\n{LEGEND}.\n"]
     for name in GROUPINGS:
         summaries = summarise(rows, name)
@@ -226,6 +251,9 @@ def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None
         writer.writeheader()
         writer.writerows(asdict(summary) for summary in summaries)
         (directory / f"by_{name.replace(' ', '_')}.csv").write_text(text.getvalue())
+    if any(row.policy == DEFAULT_POLICY for row in rows):
+        header, *lines = paired_table(rows, DEFAULT_POLICY)
+        parts += [f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt\n", _markdown(header, lines)]
     (directory / "tables.md").write_text("\n".join(parts))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 RESAMPLES = 2000
+PERMUTATIONS = 10_000
 LEVEL = 0.95
 DRAWN = 10_000_000  # numbers that are drawn at a time: memory
 
@@ -90,6 +91,25 @@ def paired_difference(
     """The mean of ours - theirs, pair by pair, with its interval (see `bootstrap`)."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     return Estimate(float(np.mean(differences)), *bootstrap(differences, clusters))
+
+
+def paired_p(
+    ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0
+) -> float:
+    """Two-sided p of a permutation test that pairs differ by nothing but chance: the sides of each cluster (each pair,
+    if None) are exchanged at random. 1 where no pair differs."""
+    from scipy import stats
+
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    groups = _group(differences, range(len(differences)) if clusters is None else clusters)
+    sums = np.array([group.sum() for group in groups])
+    if not sums.any():
+        return 1.0
+    found = stats.permutation_test(
+        (sums,), lambda drawn, axis: drawn.sum(axis), permutation_type="samples", vectorized=True,
+        n_resamples=PERMUTATIONS, batch=max(1, DRAWN // len(sums)), rng=np.random.default_rng(seed),
+    )  # fmt: skip
+    return float(found.pvalue)
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
