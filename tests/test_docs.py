@@ -1,5 +1,6 @@
-"""What users can say and see is documented: a new option, flag or metric has its row."""
+"""What users can say and see is documented: a new option, flag or metric has its row; files that pages name exist."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kvgraft.vllm.server.arguments import SETTINGS
 from kvgraft.vllm.stats import METRICS
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = {"src/kvgraft/prefill/policies/glance.py", "my_flows.py"}  # that a reader would write
 
 
 def page(name: str) -> str:
@@ -39,3 +41,11 @@ def test_every_metric_is_documented(metric: str):
 
 def test_the_readme_can_be_read_at_once():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda path: path.name)
+def test_files_that_pages_name_exist(page: Path):
+    rooms = ("src", "research", "benchmarks", "tests", "scripts", "docs")
+    files = [f"/{path.relative_to(ROOT)}" for room in rooms for path in (ROOT / room).rglob("*.py")]
+    named = set(re.findall(r"[\w/]+\.py\b", page.read_text(encoding="utf-8"))) - EXAMPLES
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
