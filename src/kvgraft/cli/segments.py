@@ -18,7 +18,7 @@ from kvgraft.cli.options import JsonOption, app, console, print_json, progress_c
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.methods import require_amount
 from kvgraft.segments.store import StoreDirectory
-from kvgraft.segments.store.catalogue import CatalogueDamaged, Row
+from kvgraft.segments.store.catalogue import CatalogueDamaged, CatalogueRow
 
 SHORT_KEY = 12  # hexadecimal digits in tables
 segments_app = typer.Typer(name="segments", help="What a segment store holds on disk.", no_args_is_help=True)
@@ -147,7 +147,7 @@ def _opened(directory: Path) -> Iterator[StoreDirectory]:
         raise ValueError(f"the catalogue of {directory} cannot be used: {error}") from error
 
 
-def _find(store: StoreDirectory, keys: Iterable[str]) -> list[Row]:
+def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
     """The rows of keys, each once, before anything is done to one of them."""
     if not all(keys):
         raise ValueError("a key must have at least one digit")
@@ -161,7 +161,7 @@ def _set_pinned(keys: list[str], directory: Path, pinned: bool, as_json: bool) -
     _tell(rows, "pinned" if pinned else "not pinned", as_json)
 
 
-def _tell(rows: Sequence[Row], what: str, as_json: bool) -> None:
+def _tell(rows: Sequence[CatalogueRow], what: str, as_json: bool) -> None:
     """What was done to segments."""
     if as_json:
         print_json([_entry(row) for row in rows])
@@ -175,11 +175,11 @@ def _listed(found: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in found.items() if number)
 
 
-def _namespace(row: Row) -> str:
+def _namespace(row: CatalogueRow) -> str:
     return row.record.chunk.namespace
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: CatalogueRow) -> dict[str, Any]:
     """A segment in one line; times in seconds since the epoch."""
     chunk = row.record.chunk
     return {
@@ -188,7 +188,7 @@ def _entry(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _details(row: Row) -> dict[str, Any]:
+def _details(row: CatalogueRow) -> dict[str, Any]:
     """As `_entry`, and all that is behind it but the tokens."""
     chunk = row.record.chunk
     return _entry(row) | {
@@ -198,12 +198,12 @@ def _details(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sums(rows: Iterable[Row]) -> dict[str, int]:
+def _sums(rows: Iterable[CatalogueRow]) -> dict[str, int]:
     entries = [_entry(row) for row in rows]
     return {"segments": len(entries)} | {name: sum(e[name] for e in entries) for name in ("tokens", "bytes", "pinned")}
 
 
-def _table(rows: Iterable[Row], now: float) -> Table:
+def _table(rows: Iterable[CatalogueRow], now: float) -> Table:
     table = Table("key", Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tokens", "start", "MiB", "pinned", "created", "last used"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -246,7 +246,7 @@ def _shown(name: str, value: Any) -> str:
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
-def _text(row: Row, model: Path) -> str:
+def _text(row: CatalogueRow, model: Path) -> str:
     """The text of a segment. ValueError if the model has no such tokens."""
     from kvgraft.engine.text import load_tokenizer
 

@@ -16,8 +16,8 @@ from kvgraft.kv.cache import KVCache
 
 
 @dataclass(frozen=True, eq=False)
-class SparseStep:
-    """Sequences of one flow in a decode step.
+class FlowBatch:
+    """The sequences of a decode step that follow one flow.
 
     Attributes:
         rows: their numbers in the step.
@@ -70,7 +70,7 @@ class SparseDecode:
             self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
         return self._programs[flow]
 
-    def plan(self, sequences: Items[Sequence]) -> list[SparseStep]:
+    def plan(self, sequences: Items[Sequence]) -> list[FlowBatch]:
         """What a step that computes the next token of each can do sparsely. KV after such a step is approximate."""
         found: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
@@ -83,7 +83,7 @@ class SparseDecode:
             self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
-        return [self._step(flow, rows, [sequences[row] for row in rows]) for flow, rows in found.items()]
+        return [self._batch_of(flow, rows, [sequences[row] for row in rows]) for flow, rows in found.items()]
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
         """A layer's part of the pool."""
@@ -92,7 +92,7 @@ class SparseDecode:
         keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
         return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
 
-    def _step(self, flow: Flow, rows: list[int], sequences: Items[Sequence]) -> SparseStep:
+    def _batch_of(self, flow: Flow, rows: list[int], sequences: Items[Sequence]) -> FlowBatch:
         size, device = self._cache.block_size, self._cache.keys.device
         tokens = [sequence.num_computed + 1 for sequence in sequences]
         longest = -(-max(tokens) // size)
@@ -109,4 +109,4 @@ class SparseDecode:
         by_head = (torch.from_numpy(tables).to(device)[:, None] + heads).flatten(0, 1)
         batch = Batch(by_head, torch.tensor(tokens, device=device).repeat_interleave(len(heads)), size)
         fresh = (torch.from_numpy(np.concatenate(full)).to(device) + heads).flatten()
-        return SparseStep(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)
+        return FlowBatch(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import Catalogue, Row, within
+from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
 from kvgraft.segments.store.chunk import Record, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
 from kvgraft.segments.store.writer import Writer
@@ -50,7 +50,7 @@ class DiskTier:
 
     def __init__(self, directory: Path, budget: Budget, max_backlog_bytes: int) -> None:
         self.budget = budget
-        self.rows: dict[bytes, Row] = {}  # written, or being written, as far as this process knows
+        self.rows: dict[bytes, CatalogueRow] = {}  # written, or being written, as far as this process knows
         self._lock = threading.RLock()
         self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
         self._leaving: set[tuple[bytes, bytes | None]] = set()  # key and digest (None: any) of what is to be removed
@@ -194,7 +194,7 @@ class DiskTier:
                 self._adopt(row)
         self._writer.submit(lambda: self._attempt(self._sync))
 
-    def _adopt(self, row: Row) -> None:
+    def _adopt(self, row: CatalogueRow) -> None:
         """Take up a row that is in the catalogue; it is news unless it is one of ours."""
         known = self.rows.get(row.key)
         if known is not None and known.digest == row.digest:
@@ -214,13 +214,13 @@ class DiskTier:
         if (row := self._forget(key)) is not None:
             self._leaving.add((key, row.digest))
 
-    def _forget(self, key: bytes) -> Row | None:
+    def _forget(self, key: bytes) -> CatalogueRow | None:
         self._waiting.pop(key, None)
         self._used.pop(key, None)
         self.budget.remove(key)
         return self.rows.pop(key, None)
 
-    def _is_current(self, row: Row) -> bool:
+    def _is_current(self, row: CatalogueRow) -> bool:
         """Whether the catalogue still has this row; another process may have replaced the chunk."""
         try:
             now = self._reader.get(row.key)
@@ -238,7 +238,7 @@ class DiskTier:
         """Write a chunk, unless it was dropped. What fails costs only the disk."""
         try:
             data, now = encode(record, stored), time.time()
-            row = Row(0, record, len(data), digest_of(data), False, now, now)
+            row = CatalogueRow(0, record, len(data), digest_of(data), False, now, now)
             if not self._make_room(row):
                 return
             self._erase()
@@ -252,7 +252,7 @@ class DiskTier:
                 self._failed("write_failed", error)
                 self._give_up(record)
 
-    def _make_room(self, row: Row) -> bool:
+    def _make_room(self, row: CatalogueRow) -> bool:
         """Account for a chunk that is about to be written; False if it waits no longer, or there is no room."""
         with self._lock:
             if not self._waits(row.record):

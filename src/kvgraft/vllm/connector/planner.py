@@ -11,7 +11,7 @@ from kvgraft.segments.frozen import FrozenPool
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import Control
 from kvgraft.vllm.pool import SharedPool
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 class Planner:
@@ -28,7 +28,7 @@ class Planner:
         self,
         kv_cache_manager: Any,
         block_size: int,
-        settings: Settings,
+        settings: KVGraftSettings,
         frozen_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:

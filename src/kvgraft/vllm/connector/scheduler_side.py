@@ -30,7 +30,7 @@ from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, RecoveryResult
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 
@@ -43,7 +43,7 @@ class SchedulerSide:
     """Follows every request from arrival to end."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self.settings = Settings.of(config)
+        self.settings = KVGraftSettings.of(config)
         self.known: Planner
         self.stored: StoreScheduler | None
         self._flow = program_of(config)

@@ -16,7 +16,7 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
-    Settings.parse(args.kv_transfer_config.kv_connector_extra_config)
+    KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
     Keys.of(args)
     return args
 
