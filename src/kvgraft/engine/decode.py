@@ -1,19 +1,19 @@
 """One decode step of the native engine: a token of every running sequence, dense or as its flow says."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import SparseDecode
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.cache import KVCache
 
 
-def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Items[Sequence]) -> Tensor:
+def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Sequence[SequenceState]) -> Tensor:
     """Logits [b, V] after the last token of each, which is computed and written to the pool."""
     device, scale = decoder.device, decoder.config.attention_scale
     tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
@@ -40,6 +40,6 @@ def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Ite
     return decoder.logits(hidden)
 
 
-def _others(count: int, taken: Items[Tensor]) -> tuple[int, ...]:
+def _others(count: int, taken: Sequence[Tensor]) -> tuple[int, ...]:
     used = {row for rows in taken for row in rows.tolist()}
     return tuple(row for row in range(count) if row not in used)

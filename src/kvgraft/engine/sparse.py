@@ -1,6 +1,6 @@
 """Flows on the native engine's pool: which sequences of a step attend sparsely, and to what."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from kvgraft.decode.batch import Batch
 from kvgraft.decode.flow import Flow, Program, trace
 from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.cache import KVCache
 
 
@@ -70,7 +70,7 @@ class SparseDecode:
             self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
         return self._programs[flow]
 
-    def plan(self, sequences: Items[Sequence]) -> list[FlowBatch]:
+    def plan(self, sequences: Sequence[SequenceState]) -> list[FlowBatch]:
         """What a step that computes the next token of each can do sparsely. KV after such a step is approximate."""
         found: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
@@ -92,7 +92,7 @@ class SparseDecode:
         keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
         return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
 
-    def _batch_of(self, flow: Flow, rows: list[int], sequences: Items[Sequence]) -> FlowBatch:
+    def _batch_of(self, flow: Flow, rows: list[int], sequences: Sequence[SequenceState]) -> FlowBatch:
         size, device = self._cache.block_size, self._cache.keys.device
         tokens = [sequence.num_computed + 1 for sequence in sequences]
         longest = -(-max(tokens) // size)
