@@ -96,12 +96,14 @@ def verify_segments(directory: DirOption, as_json: JsonOption = False) -> None:
     """Read every segment and remove those that cannot be used; exit code 1 if there were any."""
     with _opened(directory) as store, progress_bar(progress_console, "verifying") as on_progress:
         counts = store.verify(on_progress)
-    found = {condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")}
+    conditions = {condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")}
     num_removed = counts.total() - counts["whole"]
     if as_json:
-        print_json(found)
+        print_json(conditions)
     else:
-        console.print((_listed(found) or "nothing is stored") + (f": {num_removed} removed" if num_removed else ""))
+        console.print(
+            (_listed(conditions) or "nothing is stored") + (f": {num_removed} removed" if num_removed else "")
+        )
     if num_removed:
         raise typer.Exit(1)
 
@@ -124,11 +126,11 @@ def collect_garbage(
         raise ValueError(f"--quota {quota} is a share of --disk-gib: give that, too")
     with _opened(directory) as store:
         counts = store.gc(None if disk_gib is None else int(disk_gib * 2**30), 1.0 if quota is None else quota)
-    found = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
+    removed = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
     if as_json:
-        print_json(found)
+        print_json(removed)
     else:
-        console.print(f"removed: {_listed(found)}" if any(found.values()) else "nothing to remove")
+        console.print(f"removed: {_listed(removed)}" if any(removed.values()) else "nothing to remove")
 
 
 @contextmanager
@@ -171,8 +173,8 @@ def _tell(rows: Sequence[CatalogueRow], what: str, as_json: bool) -> None:
         console.print(_printable(f"{row.key.hex()[:SHORT_KEY]} {what}: {tokens} tokens of {_namespace(row)}"))
 
 
-def _listed(found: dict[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in found.items() if number)
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
 
 
 def _namespace(row: CatalogueRow) -> str:

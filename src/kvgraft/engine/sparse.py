@@ -57,12 +57,12 @@ class SparseDecode:
         Raises:
             FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no blocks to choose.
         """
-        found = parse_flow(flow) if isinstance(flow, str) else flow
-        if found is not None:
+        chosen = parse_flow(flow) if isinstance(flow, str) else flow
+        if chosen is not None:
             if self._cache.layout.num_local_lists:
-                raise ValueError(f"flow {found.name!r} and head_paging exclude each other: local heads keep no blocks")
-            self.program(found)
-        return found
+                raise ValueError(f"flow {chosen.name!r} and head_paging exclude each other: local heads keep no blocks")
+            self.program(chosen)
+        return chosen
 
     def program(self, flow: Flow) -> Program:
         """The flow, traced for this model; raises FlowError if it cannot be right."""
@@ -72,18 +72,18 @@ class SparseDecode:
 
     def plan(self, sequences: Sequence[SequenceState]) -> list[FlowBatch]:
         """What a step that computes the next token of each can do sparsely. KV after such a step is approximate."""
-        found: dict[Flow, list[int]] = {}
+        rows_by_flow: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
-                found.setdefault(flow, []).append(number)
+                rows_by_flow.setdefault(flow, []).append(number)
                 sequence.offer.first_approximate = min(sequence.offer.first_approximate, sequence.num_computed)
-        for flow in found.keys() - self._indexers.keys():
+        for flow in rows_by_flow.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
             self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
-        return [self._batch_of(flow, rows, [sequences[row] for row in rows]) for flow, rows in found.items()]
+        return [self._batch_of(flow, rows, [sequences[row] for row in rows]) for flow, rows in rows_by_flow.items()]
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
         """A layer's part of the pool."""

@@ -263,7 +263,7 @@ class SegmentStore:
         return True
 
     def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
-        found: list[StoredBlock | None] = [None] * len(wanted)
+        blocks: list[StoredBlock | None] = [None] * len(wanted)
         by_key: dict[bytes, list[tuple[int, Record, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
@@ -271,8 +271,8 @@ class SegmentStore:
         for key in sorted(by_key, key=lambda key: key not in self._memory):  # before it is pushed out
             if (stored := self._load(by_key[key][0][1], len(by_key[key]))) is not None:
                 for at, record, place in by_key[key]:
-                    found[at] = record.block(stored, place)
-        return found
+                    blocks[at] = record.block(stored, place)
+        return blocks
 
     def _load(self, record: Record, num_blocks: int) -> "dict[str, Tensor] | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""

@@ -125,9 +125,10 @@ class SparseImpl(CPUAttentionBackendImpl):
         if sparse.others is not None:
             super().forward(layer, query, key, value, kv_cache, sparse.others, output)
         caches = self._of(kv_cache, program)
-        own = query[sparse.queries].view(-1, self.num_queries_per_kv, self.head_size)  # [r * Hkv, g, d]
-        found = caches.choose(own, sparse, layer.isa)
-        output[sparse.queries] = self._attend(layer, own, kv_cache, *found).view(-1, *output.shape[1:])
+        decoding = query[sparse.queries].view(-1, self.num_queries_per_kv, self.head_size)  # [r * Hkv, g, d]
+        tables, lengths = caches.choose(decoding, sparse, layer.isa)
+        attended = self._attend(layer, decoding, kv_cache, tables, lengths)
+        output[sparse.queries] = attended.view(-1, *output.shape[1:])
         return output
 
     def _of(self, kv_cache: Tensor, program: Program) -> "LayerCaches":
