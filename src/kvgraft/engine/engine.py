@@ -9,7 +9,6 @@ import torch
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
-from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
@@ -166,7 +165,7 @@ class Engine:
     def stream(self, requests: Sequence[Request | str]) -> Iterator[Event]:
         """As `generate`, but yields each piece of text as soon as it is certain. Closing the iterator aborts."""
         sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
-        return self._events(sequences)
+        return self.scheduler.run(sequences)
 
     def prefill(self, request: Request | str, path: str | Path) -> Report:
         """Compute a prompt and the first token of its answer; another engine goes on from the file (`resume`).
@@ -175,7 +174,7 @@ class Engine:
             RequestError: a request that can never be served, or whose answer ends with its first token.
         """
         sequence = self._sequence(0, request)
-        self._submit([sequence])
+        self.scheduler.submit([sequence])
         try:
             while sequence.first_token_pending and not sequence.done:
                 self.scheduler.step()
@@ -202,7 +201,7 @@ class Engine:
         self.scheduler.adopt(sequence)
         put_payload(payload, sequence, self.memory.cache)
         sequence.accept(header.first_token, torch.zeros(0), self.config.eos_token_ids)
-        *_, last = self._drain([sequence])
+        *_, last = self.scheduler.drain([sequence])
         if last.result is None:
             raise RuntimeError("the sequence ended without a result")
         return last.result
@@ -241,12 +240,7 @@ class Engine:
         Raises:
             RequestError: the prompt can never be served.
         """
-        sequence = self._sequence(0, prompt)
-        if not isinstance(sequence.policy, KeepsDocuments):
-            return 0
-        layers, blocks = NativeLayers(self.decoder, self.memory.cache), sequence.policy.blocks
-        with torch.inference_mode():
-            return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, blocks)[1]
+        return self.scheduler.read_documents(self._sequence(0, prompt))
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
@@ -267,28 +261,6 @@ class Engine:
         """
         ids: list[int] = self._reader.read(request).token_ids.tolist()
         return ids
-
-    def _submit(self, sequences: list[SequenceState]) -> None:
-        for sequence in sequences:
-            if sequence.given_up is not None:
-                self.memory.note_fallback(sequence, sequence.given_up)
-        self.scheduler.waiting.extend(sequences)
-
-    def _events(self, sequences: list[SequenceState]) -> Iterator[Event]:
-        self._submit(sequences)
-        yield from self._drain(sequences)
-
-    def _drain(self, sequences: list[SequenceState]) -> Iterator[Event]:
-        """Step until these sequences, which wait or run, are done."""
-        try:
-            while any(not sequence.done or sequence.events for sequence in sequences):
-                for sequence in sequences:
-                    while sequence.events:
-                        yield sequence.events.popleft()
-                if not all(sequence.done for sequence in sequences):
-                    self.scheduler.step()
-        finally:
-            self.scheduler.abort(sequences)
 
     def _sequence(self, index: int, given: Request | str) -> SequenceState:
         request = given if isinstance(given, Request) else Request(given)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
-from kvgraft.engine.request import Report
+from kvgraft.engine.request import Event, Report
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import SparseDecode
 from kvgraft.kv.heads import HeadMap
@@ -43,6 +43,30 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
 
+    def submit(self, sequences: Sequence[SequenceState]) -> None:
+        """Let sequences wait for admission."""
+        for sequence in sequences:
+            if sequence.given_up is not None:
+                self.memory.note_fallback(sequence, sequence.given_up)
+        self.waiting.extend(sequences)
+
+    def run(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
+        """Submit sequences, then `drain` them."""
+        self.submit(sequences)
+        yield from self.drain(sequences)
+
+    def drain(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
+        """Step until these sequences, which wait or run, are done; their events. Closing the iterator aborts."""
+        try:
+            while any(not sequence.done or sequence.events for sequence in sequences):
+                for sequence in sequences:
+                    while sequence.events:
+                        yield sequence.events.popleft()
+                if not all(sequence.done for sequence in sequences):
+                    self.step()
+        finally:
+            self.abort(sequences)
+
     @torch.inference_mode()
     def step(self) -> None:
         """Admit and prefill, or decode one token for all running sequences, or both."""
@@ -69,6 +93,15 @@ class Scheduler:
         """
         self.memory.adopt(sequence)
         self.running.append(sequence)
+
+    @torch.inference_mode()
+    def read_documents(self, sequence: SequenceState) -> int:
+        """Read what its policy keeps a part of and the library does not have; how many documents that were."""
+        policy = sequence.policy
+        if not isinstance(policy, KeepsDocuments):
+            return 0
+        layers = NativeLayers(self.decoder, self.memory.cache)
+        return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, policy.blocks)[1]
 
     def abort(self, sequences: Iterable[SequenceState]) -> None:
         """Forget these sequences, whatever their state."""
