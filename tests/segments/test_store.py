@@ -358,13 +358,13 @@ def test_pinned_chunks_are_not_evicted_for_one_that_would_need_their_room():
 
 def check_accounts(store, directory):
     """What is accounted must be what is there, within the limits."""
-    held = store._memory._payloads
+    held = store._tiers.memory._payloads
     assert store.ram_nbytes == sum(tensor.nbytes for payload in held.values() for tensor in payload.values())
     sizes = {path.stem: path.stat().st_size for path in directory.glob("??/*")}
     assert store.disk_nbytes == sum(sizes.values())
-    assert set(sizes) == {key.hex() for key in store._disk.rows}
-    assert len(store) == len({*held, *store._disk.rows})
-    for budget in (store._memory.budget, store._disk.budget):
+    assert set(sizes) == {key.hex() for key in store._tiers.disk.rows}
+    assert len(store) == len({*held, *store._tiers.disk.rows})
+    for budget in (store._tiers.memory.budget, store._tiers.disk.budget):
         assert budget.nbytes <= budget.capacity
         assert sum(budget.held(scope) for scope in (SCOPE, OTHER_SCOPE)) == budget.nbytes
         assert all(budget.held(scope) <= budget.share for scope in (SCOPE, OTHER_SCOPE))
@@ -387,7 +387,7 @@ def test_accounts_are_right_after_any_sequence_of_operations(tmp_path, seed):
             if chunk.key in store and action < 0.86:
                 store.drop(chunk.key)
                 pinned.discard(chunk.key)
-            elif chunk.key in store._disk and len(pinned) < 3:
+            elif chunk.key in store._tiers.disk and len(pinned) < 3:
                 store.pin(chunk.key)
                 pinned.add(chunk.key)
         elif action > 0.97:
@@ -491,7 +491,9 @@ def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeyp
         original = getattr(owner, name)
 
         def noted(*given):
-            held.setdefault(f"{owner.__name__}.{name}", set()).add((is_held(store._lock), is_held(store._disk._lock)))
+            held.setdefault(f"{owner.__name__}.{name}", set()).add(
+                (is_held(store._lock), is_held(store._tiers.disk._lock))
+            )
             return original(*given)
 
         monkeypatch.setattr(owner, name, noted)
@@ -500,7 +502,7 @@ def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeyp
         note(owner, name)
     put(store, make_chunk(1))
     store.flush()
-    store._memory.remove(make_chunk(1).key)
+    store._tiers.memory.remove(make_chunk(1).key)
     assert holds(store, make_chunk(1))
     alone, both = {(True, False)}, {(True, True)}
     assert held == {
@@ -515,10 +517,10 @@ def test_nobody_waits_while_a_file_is_written_and_the_writer_needs_nothing_of_th
     put(store, *map(make_chunk, range(4)))
     assert reached.wait(60)
     assert not is_held(store._lock)
-    assert not is_held(store._disk._lock)
+    assert not is_held(store._tiers.disk._lock)
     with store._lock:
         go.set()
-        flush = threading.Thread(target=store._disk.flush, daemon=True)  # which evicts, too
+        flush = threading.Thread(target=store._tiers.disk.flush, daemon=True)  # which evicts, too
         flush.start()
         flush.join(60)
         assert not flush.is_alive()
@@ -556,7 +558,7 @@ def test_a_chunk_that_was_dropped_does_not_come_back_before_its_row_is_removed(t
     store, chunk, go = open_store(tmp_path), make_chunk(1), threading.Event()
     put(store, chunk)
     store.flush()
-    store._disk._writer.submit(lambda: go.wait(60))
+    store._tiers.disk._writer.submit(lambda: go.wait(60))
     store.drop(chunk.key)
     assert store.match(chunk.tokens, SCOPE) == []
     assert len(store) == 0

@@ -257,7 +257,7 @@ def test_a_commit_that_fails_leaves_no_file(tmp_path):
             database.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
             database.execute("CREATE TABLE children (id REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
             database.execute("CREATE TRIGGER t AFTER INSERT ON chunks BEGIN INSERT INTO children VALUES (5); END")
-        store._disk._catalogue._database.execute("PRAGMA foreign_keys = ON")
+        store._tiers.disk._catalogue._database.execute("PRAGMA foreign_keys = ON")
         put(store, make_chunk(0))
         store.flush()
         assert store.counts["write_failed"] == 1
@@ -435,7 +435,7 @@ def test_the_first_of_two_processes_with_the_same_chunk_wins(tmp_path):
     first, second = open_store(tmp_path), open_store(tmp_path)
     chunk = make_chunk(1)
     theirs = {name: tensor + 1 for name, tensor in make_payload(chunk).items()}
-    with second._disk._lock:  # so that its writer waits
+    with second._tiers.disk._lock:  # so that its writer waits
         assert second.put(chunk, theirs)
         blocks = second.prefix(chunk.chains, SCOPE)
         put(first, chunk)

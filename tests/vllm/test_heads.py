@@ -15,7 +15,7 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.options import RequestOptions, served_policy
 from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32
@@ -163,7 +163,7 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
 def test_redknot_is_the_native_engines():
     for refused in (
         lambda: served_policy("redknot:mass_share=0.2"),
-        lambda: Settings.parse({"policy": "redknot"}),
+        lambda: KVGraftSettings.parse({"policy": "redknot"}),
         lambda: RequestOptions.parse({"policy": "redknot"}, RequestOptions(served_policy("naive"))),
     ):
         with pytest.raises(ValueError, match="policy 'redknot' works head by head, which vLLM's layers do not"):

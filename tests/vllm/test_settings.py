@@ -7,11 +7,11 @@ import pytest
 
 from kvgraft.kv.pages import PagePool
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 def test_nothing_given_is_the_default():
-    assert Settings.parse({}) == Settings()
+    assert KVGraftSettings.parse({}) == KVGraftSettings()
 
 
 def test_what_is_given_is_taken():
@@ -25,7 +25,7 @@ def test_what_is_given_is_taken():
         "min_graft_share": 0,
         "document_gib": 0.5,
     }
-    assert Settings.parse(said) == Settings(**said)
+    assert KVGraftSettings.parse(said) == KVGraftSettings(**said)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_what_is_given_is_taken():
 )
 def test_what_is_not_allowed_is_refused_by_name(said: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.parse(said)
+        KVGraftSettings.parse(said)
 
 
 @pytest.mark.parametrize("name", ["watermark", "frozen_capacity"])
 def test_shares_of_the_pool_are_those_that_the_frozen_pool_takes(name: str):
     for share in (1e-9, 0.5, 1):
-        settings = Settings.parse({name: share})
+        settings = KVGraftSettings.parse({name: share})
         FrozenPool(PagePool(8, 4), settings.watermark, settings.frozen_capacity)
     with pytest.raises(ValueError, match=name):
-        Settings.parse({name: 0})
+        KVGraftSettings.parse({name: 0})

@@ -14,7 +14,7 @@ from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 SCOPE = scope_digest("model", "namespace")
 TOKENS = np.arange(3 * BLOCK)
@@ -28,7 +28,7 @@ def record() -> Record:
 @pytest.fixture
 def stored() -> StoreScheduler:
     """Of a server of two ranks."""
-    settings = Settings.parse({})
+    settings = KVGraftSettings.parse({})
     known = Planner(SimpleNamespace(block_pool=make_pool()), BLOCK, settings, 0.5)
     return StoreScheduler(known, 2)
 
@@ -53,7 +53,7 @@ def test_blocks_are_held_until_each_rank_has_read_them(stored: StoreScheduler):
 
 def test_prompts_wait_until_each_rank_has_said_what_it_holds(stored: StoreScheduler):
     request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
-    state = RequestState(request, RequestOptions(Settings().default.policy), Offer(SCOPE))
+    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
     for rank, waits in ((0, True), (0, True), (1, False)):
         stored.on_report(rank, StoreReport(ready=True))
         assert stored.is_coming(state, 0, 9, grafts=True) == waits
@@ -63,7 +63,7 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
     for rank in (0, 1):
         stored.on_report(rank, StoreReport(records=[record()], ready=True))
     request = SimpleNamespace(all_token_ids=[9, 9, *TOKENS.tolist(), 9], block_hashes=[])
-    state = RequestState(request, RequestOptions(Settings().default.policy), Offer(SCOPE))
+    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
     assert stored.is_coming(state, 0, 9, grafts=True)
     [load] = stored.take_orders().loads
     for _ in range(2):

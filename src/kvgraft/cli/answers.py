@@ -174,12 +174,14 @@ def inspect(
     settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
     with progress_bar(progress_console, "inspecting") as on_progress:
-        found = inspection.inspect(engine, case, on_progress)
-    html.write_text(inspection.render_page(found), encoding="utf-8")
+        inspected = inspection.inspect(engine, case, on_progress)
+    html.write_text(inspection.render_page(inspected), encoding="utf-8")
     if as_json:
-        print_json(found)
+        print_json(inspected)
     else:
-        console.print(f"[dim]{html}: {len(found.tokens)} tokens, {len(found.policies)} policies[/dim]", soft_wrap=True)
+        console.print(
+            f"[dim]{html}: {len(inspected.tokens)} tokens, {len(inspected.policies)} policies[/dim]", soft_wrap=True
+        )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

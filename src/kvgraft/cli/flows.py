@@ -58,10 +58,10 @@ def explain_flow(
     from kvgraft.engine.config import load_config
     from kvgraft.evaluate import explain
 
-    found, config = parse_flow(flow), load_config(model)
-    if found is None:
+    chosen, config = parse_flow(flow), load_config(model)
+    if chosen is None:
         raise ValueError("dense attention is no flow")
-    program = trace(found, block, config.head_dim, config.group)
+    program = trace(chosen, block, config.head_dim, config.group)
     explanation = explain.explain(program, config.head_dim * (1 if config.latent else 2), context)
     if as_json:
         print_json(explanation)
@@ -104,11 +104,11 @@ def bench_flows(
         rows = judging.evaluate(engine, wanted, out, seed=seed, length=length, scale=scale, on_progress=on_progress)
     with progress_console.status("timing decode steps"):
         speed = speedups(engine, [DENSE, *wanted], context - 2)
-    found = judging.summarise(rows, speed)
-    picture = write_pareto(found, judging.frontier(found), out)
-    (out / "flows.json").write_text(judging.as_json(found))
+    summaries = judging.summarise(rows, speed)
+    picture = write_pareto(summaries, judging.frontier(summaries), out)
+    (out / "flows.json").write_text(judging.as_json(summaries))
     if as_json:
-        print_json(found)
+        print_json(summaries)
         return
-    console.print(judging.render(found))
+    console.print(judging.render(summaries))
     console.print(f"[dim]{out}: {judging.ROWS}, flows.json, {picture.name}[/dim]", soft_wrap=True)

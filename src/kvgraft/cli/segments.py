@@ -18,7 +18,7 @@ from kvgraft.cli.options import JsonOption, app, console, print_json, progress_c
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.methods import require_amount
 from kvgraft.segments.store import StoreDirectory
-from kvgraft.segments.store.catalogue import CatalogueDamaged, Row
+from kvgraft.segments.store.catalogue import CatalogueDamaged, CatalogueRow
 
 SHORT_KEY = 12  # hexadecimal digits in tables
 segments_app = typer.Typer(name="segments", help="What a segment store holds on disk.", no_args_is_help=True)
@@ -96,12 +96,14 @@ def verify_segments(directory: DirOption, as_json: JsonOption = False) -> None:
     """Read every segment and remove those that cannot be used; exit code 1 if there were any."""
     with _opened(directory) as store, progress_bar(progress_console, "verifying") as on_progress:
         counts = store.verify(on_progress)
-    found = {condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")}
+    conditions = {condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")}
     num_removed = counts.total() - counts["whole"]
     if as_json:
-        print_json(found)
+        print_json(conditions)
     else:
-        console.print((_listed(found) or "nothing is stored") + (f": {num_removed} removed" if num_removed else ""))
+        console.print(
+            (_listed(conditions) or "nothing is stored") + (f": {num_removed} removed" if num_removed else "")
+        )
     if num_removed:
         raise typer.Exit(1)
 
@@ -124,11 +126,11 @@ def collect_garbage(
         raise ValueError(f"--quota {quota} is a share of --disk-gib: give that, too")
     with _opened(directory) as store:
         counts = store.gc(None if disk_gib is None else int(disk_gib * 2**30), 1.0 if quota is None else quota)
-    found = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
+    removed = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
     if as_json:
-        print_json(found)
+        print_json(removed)
     else:
-        console.print(f"removed: {_listed(found)}" if any(found.values()) else "nothing to remove")
+        console.print(f"removed: {_listed(removed)}" if any(removed.values()) else "nothing to remove")
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def _opened(directory: Path) -> Iterator[StoreDirectory]:
         raise ValueError(f"the catalogue of {directory} cannot be used: {error}") from error
 
 
-def _find(store: StoreDirectory, keys: Iterable[str]) -> list[Row]:
+def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
     """The rows of keys, each once, before anything is done to one of them."""
     if not all(keys):
         raise ValueError("a key must have at least one digit")
@@ -161,7 +163,7 @@ def _set_pinned(keys: list[str], directory: Path, pinned: bool, as_json: bool) -
     _tell(rows, "pinned" if pinned else "not pinned", as_json)
 
 
-def _tell(rows: Sequence[Row], what: str, as_json: bool) -> None:
+def _tell(rows: Sequence[CatalogueRow], what: str, as_json: bool) -> None:
     """What was done to segments."""
     if as_json:
         print_json([_entry(row) for row in rows])
@@ -171,15 +173,15 @@ def _tell(rows: Sequence[Row], what: str, as_json: bool) -> None:
         console.print(_printable(f"{row.key.hex()[:SHORT_KEY]} {what}: {tokens} tokens of {_namespace(row)}"))
 
 
-def _listed(found: dict[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in found.items() if number)
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
 
 
-def _namespace(row: Row) -> str:
+def _namespace(row: CatalogueRow) -> str:
     return row.record.chunk.namespace
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: CatalogueRow) -> dict[str, Any]:
     """A segment in one line; times in seconds since the epoch."""
     chunk = row.record.chunk
     return {
@@ -188,7 +190,7 @@ def _entry(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _details(row: Row) -> dict[str, Any]:
+def _details(row: CatalogueRow) -> dict[str, Any]:
     """As `_entry`, and all that is behind it but the tokens."""
     chunk = row.record.chunk
     return _entry(row) | {
@@ -198,12 +200,12 @@ def _details(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sums(rows: Iterable[Row]) -> dict[str, int]:
+def _sums(rows: Iterable[CatalogueRow]) -> dict[str, int]:
     entries = [_entry(row) for row in rows]
     return {"segments": len(entries)} | {name: sum(e[name] for e in entries) for name in ("tokens", "bytes", "pinned")}
 
 
-def _table(rows: Iterable[Row], now: float) -> Table:
+def _table(rows: Iterable[CatalogueRow], now: float) -> Table:
     table = Table("key", Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tokens", "start", "MiB", "pinned", "created", "last used"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -246,7 +248,7 @@ def _shown(name: str, value: Any) -> str:
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
-def _text(row: Row, model: Path) -> str:
+def _text(row: CatalogueRow, model: Path) -> str:
     """The text of a segment. ValueError if the model has no such tokens."""
     from kvgraft.engine.text import load_tokenizer
 

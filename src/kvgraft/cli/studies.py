@@ -99,17 +99,17 @@ def layers(
         raise ValueError(f"texts must be at least 1, got {texts}")
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "reading") as on_progress:
-        found = finding.survey(engine, range(seed, seed + texts), on_progress)
+        survey = finding.survey(engine, range(seed, seed + texts), on_progress)
     if out is not None:
         finding.draw(engine, seed, out)
     if as_json:
         shares = [
             {"signal": signal, "layout": layout, "found": shares.tolist()}
-            for (signal, layout), shares in found.found.items()
+            for (signal, layout), shares in survey.found.items()
         ]
-        print_json({"texts": texts, "probe": found.probe, "layers": shares})
+        print_json({"texts": texts, "probe": survey.probe, "layers": shares})
     else:
-        console.print(finding.render(found))
+        console.print(finding.render(survey))
 
 
 @app.command("profile-heads")
@@ -157,20 +157,20 @@ def profile_heads(
         chosen = heads.generated_samples(engine, seed=seed, count=samples, length=length)
     with progress_bar(progress_console, "profiling") as on_progress:
         measure: Any = by
-        found = heads.profile(
+        profile = heads.profile(
             engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold, by=measure,
             on_progress=on_progress,
         )  # fmt: skip
     out = model / HEAD_MAP_FILE if out is None else out
-    found.head_map.save(out)
+    profile.head_map.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_heads  # matplotlib takes a second to load
 
-        write_heads(found.head_map, plot)
+        write_heads(profile.head_map, plot)
     if as_json:
-        print_json(found)
+        print_json(profile)
     else:
-        console.print(heads.render(found))
+        console.print(heads.render(profile))
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 
@@ -203,18 +203,18 @@ def profile_layers(
     else:
         chosen = layer_profile.generated_texts(engine, seed=seed, count=texts, length=length, block=block)
     with progress_bar(progress_console, "profiling") as on_progress:
-        found = layer_profile.survey(engine, chosen, block, on_progress)
-    profiled = layer_profile.profile(engine.config.identity, found, threshold)
+        survey = layer_profile.survey(engine, chosen, block, on_progress)
+    profiled = layer_profile.profile(engine.config.identity, survey, threshold)
     out = model / LAYERS_FILE if out is None else out
     profiled.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_layer_profile  # matplotlib takes a second to load
 
-        write_layer_profile(found, profiled.stable, plot)
+        write_layer_profile(survey, profiled.stable, plot)
     if as_json:
-        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in found.items()}})
+        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in survey.items()}})
     else:
-        console.print(layer_profile.render(found, profiled))
+        console.print(layer_profile.render(survey, profiled))
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 

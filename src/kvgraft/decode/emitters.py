@@ -26,12 +26,12 @@ def emit(writer: Writer, value: Value) -> None:
 
 def entries(value: Value) -> int:
     """Of the largest tensor that an operator needs for a block."""
-    own = math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
+    num_entries = math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
     shapes = [given.shape for given in value.inputs if isinstance(given, Value)]
-    widest = max([own, *(math.prod(power(size) for size in x[1:] if isinstance(size, int)) for x in shapes)])
+    widest = max([num_entries, *(math.prod(power(size) for size in x[1:] if isinstance(size, int)) for x in shapes)])
     if value.made_by.name == "GeMM" and not _dots(value):
-        return own * power(_size(_tensor(value), -1))
-    return own * power(_size(value, _axis(value) + 1)) if value.made_by.name == "Conv1d" else widest
+        return num_entries * power(_size(_tensor(value), -1))
+    return num_entries * power(_size(value, _axis(value) + 1)) if value.made_by.name == "Conv1d" else widest
 
 
 def _dots(value: Value) -> bool:

@@ -1,8 +1,7 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
-from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
@@ -19,7 +17,7 @@ from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
@@ -92,22 +90,22 @@ class Engine:
         num_pages: int | None = None,
         max_length: int | None = None,
         policy: str | Policy = DEFAULT_POLICY,
-        policies: Items[str | Policy] = (),
+        policies: Sequence[str | Policy] = (),
         flow: str | Flow | None = None,
         max_prefill_tokens: int = 8192,
         head_map: str | Path | HeadMap | None = None,
         head_paging: bool = False,
         match: str | Similarity | None = None,
-        residual_layers: Items[int] = (),
+        residual_layers: Sequence[int] = (),
         approximate_sources: bool = False,
         require_clean_context: bool = False,
-        anchors: Items[str] = (),
+        anchors: Sequence[str] = (),
         pad_segments: bool = False,
         watermark: float = 0.9,
         frozen_capacity: float = 0.5,
         store: StoreOptions | None = None,
         document_gib: float = 2.0,
-        stable_layers: Items[int] | None = None,
+        stable_layers: Sequence[int] | None = None,
         poison_dropped_pages: bool = False,
     ) -> None:
         require_at_least("block_size", block_size, 1)
@@ -152,7 +150,7 @@ class Engine:
         if self.store is not None:
             self.store.close()
 
-    def generate(self, requests: Items[Request | str]) -> list[Result]:
+    def generate(self, requests: Sequence[Request | str]) -> list[Result]:
         """Answer all requests, batched; results in their order.
 
         Raises:
@@ -164,10 +162,10 @@ class Engine:
                 results[event.index] = event.result
         return [results[index] for index in range(len(requests))]
 
-    def stream(self, requests: Items[Request | str]) -> Iterator[Event]:
+    def stream(self, requests: Sequence[Request | str]) -> Iterator[Event]:
         """As `generate`, but yields each piece of text as soon as it is certain. Closing the iterator aborts."""
         sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
-        return self._events(sequences)
+        return self.scheduler.run(sequences)
 
     def prefill(self, request: Request | str, path: str | Path) -> Report:
         """Compute a prompt and the first token of its answer; another engine goes on from the file (`resume`).
@@ -176,7 +174,7 @@ class Engine:
             RequestError: a request that can never be served, or whose answer ends with its first token.
         """
         sequence = self._sequence(0, request)
-        self._submit([sequence])
+        self.scheduler.submit([sequence])
         try:
             while sequence.first_token_pending and not sequence.done:
                 self.scheduler.step()
@@ -203,12 +201,12 @@ class Engine:
         self.scheduler.adopt(sequence)
         put_payload(payload, sequence, self.memory.cache)
         sequence.accept(header.first_token, torch.zeros(0), self.config.eos_token_ids)
-        *_, last = self._drain([sequence])
+        *_, last = self.scheduler.drain([sequence])
         if last.result is None:
             raise RuntimeError("the sequence ended without a result")
         return last.result
 
-    def occupy(self, requests: Items[Request | str]) -> list[Sequence]:
+    def occupy(self, requests: Sequence[Request | str]) -> list[SequenceState]:
         """Sequences that run as if their prompts had been computed, on whatever their pages hold: for who times decode
         steps. `scheduler.abort` lets them go.
 
@@ -242,12 +240,7 @@ class Engine:
         Raises:
             RequestError: the prompt can never be served.
         """
-        sequence = self._sequence(0, prompt)
-        if not isinstance(sequence.policy, KeepsDocuments):
-            return 0
-        layers, blocks = NativeLayers(self.decoder, self.memory.cache), sequence.policy.blocks
-        with torch.inference_mode():
-            return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, blocks)[1]
+        return self.scheduler.read_documents(self._sequence(0, prompt))
 
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
@@ -269,29 +262,7 @@ class Engine:
         ids: list[int] = self._reader.read(request).token_ids.tolist()
         return ids
 
-    def _submit(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.given_up is not None:
-                self.memory.note_fallback(sequence, sequence.given_up)
-        self.scheduler.waiting.extend(sequences)
-
-    def _events(self, sequences: list[Sequence]) -> Iterator[Event]:
-        self._submit(sequences)
-        yield from self._drain(sequences)
-
-    def _drain(self, sequences: list[Sequence]) -> Iterator[Event]:
-        """Step until these sequences, which wait or run, are done."""
-        try:
-            while any(not sequence.done or sequence.events for sequence in sequences):
-                for sequence in sequences:
-                    while sequence.events:
-                        yield sequence.events.popleft()
-                if not all(sequence.done for sequence in sequences):
-                    self.scheduler.step()
-        finally:
-            self.scheduler.abort(sequences)
-
-    def _sequence(self, index: int, given: Request | str) -> Sequence:
+    def _sequence(self, index: int, given: Request | str) -> SequenceState:
         request = given if isinstance(given, Request) else Request(given)
         try:
             policy = self.policy if request.policy is None else parse_policy(request.policy)
@@ -310,7 +281,7 @@ class Engine:
         tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
         start = len(tokens) - request.decoded_tail
         sampler, tail = Sampler(request.sampling), deque(tokens[start:])
-        sequence = Sequence(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
+        sequence = SequenceState(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
         sequence.matches_similar = similar
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful

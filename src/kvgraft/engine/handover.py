@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
@@ -46,7 +46,7 @@ class Payload:
     pools: list[list[Tensor]]
 
 
-def save_payload(path: Path, sequence: Sequence, cache: KVCache, model: str) -> None:
+def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str) -> None:
     """Write what a sequence that has its first token needs to go on elsewhere."""
     prompt, sampling = tuple(sequence.prompt.tolist()), sequence.request.sampling
     header = Header(model, prompt, sequence.tokens[-1], sampling, sequence.num_dropped)
@@ -85,7 +85,7 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
     return Payload(header, pools)
 
 
-def put_payload(payload: Payload, sequence: Sequence, cache: KVCache) -> None:
+def put_payload(payload: Payload, sequence: SequenceState, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
     for page_list, parts in enumerate(zip(*payload.pools, strict=True)):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, payload.header.num_held)]

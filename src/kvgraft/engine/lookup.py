@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages
 from kvgraft.kv.pages import PagePool
@@ -45,7 +45,7 @@ class CacheLookup:
         self.index = index
         self.local_pages = LocalPages(pool, layout.num_local_lists)
 
-    def find(self, sequence: Sequence, grafts: bool) -> Reuse:
+    def find(self, sequence: SequenceState, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
         known = self._exact_hits(sequence)
         complete = self.local_pages.complete(known.values())
@@ -64,7 +64,7 @@ class CacheLookup:
                 copied += [block] if seen else []
         return Reuse(dict(reversed(hits.items())), [], copied)
 
-    def offer(self, sequence: Sequence) -> None:
+    def offer(self, sequence: SequenceState) -> None:
         """Let others find the full blocks that the sequence has computed since the last offer.
 
         Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
@@ -110,7 +110,7 @@ class CacheLookup:
         local = self.local_pages.of(np.array(pages, np.int64)[seen])
         return [*pages, *local[(local >= 0) & (self.pool.ref_counts[local] == 0)].tolist()]
 
-    def _exact_hits(self, sequence: Sequence) -> dict[int, int]:
+    def _exact_hits(self, sequence: SequenceState) -> dict[int, int]:
         """Block -> page of every block whose whole history is cached as it is; never the block of the last token.
 
         A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
@@ -121,7 +121,7 @@ class CacheLookup:
         found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
         return {block: page for block, page in found if page is not None}
 
-    def _matches(self, sequence: Sequence, hit_blocks: Iterable[int]) -> list[Match]:
+    def _matches(self, sequence: SequenceState, hit_blocks: Iterable[int]) -> list[Match]:
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from kvgraft.engine.lookup import CacheLookup, Reuse
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
@@ -44,9 +44,9 @@ class Memory:
         self.lookup = lookup
         self.store = store
         self.fallbacks: Counter[str] = Counter()
-        self._pinned: dict[Sequence, list[int]] = {}  # graft sources, from the match to the copy
+        self._pinned: dict[SequenceState, list[int]] = {}  # graft sources, from the match to the copy
 
-    def admit(self, sequence: Sequence, *, idle: bool) -> bool:
+    def admit(self, sequence: SequenceState, *, idle: bool) -> bool:
         """Plan a sequence and reserve its pages; False if it must wait for pages.
 
         Sources are pinned before anything is allocated. When nothing else runs (`idle`), waiting cannot help: then the
@@ -73,13 +73,13 @@ class Memory:
         sequence.report.stages["match"] = time.perf_counter() - start
         return True
 
-    def offer(self, sequence: Sequence, *, ended: bool = False) -> None:
+    def offer(self, sequence: SequenceState, *, ended: bool = False) -> None:
         """Let others reuse what the sequence has computed."""
         self.lookup.offer(sequence)
         if self.store is not None:
             self.store.keep(sequence, ended=ended)
 
-    def adopt(self, sequence: Sequence) -> None:
+    def adopt(self, sequence: SequenceState) -> None:
         """Reserve pages for a sequence whose prompt was computed elsewhere.
 
         Raises:
@@ -94,7 +94,7 @@ class Memory:
         lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_computed, self.pool.block_size)])
         self.settle(sequence)
 
-    def reach(self, sequence: Sequence, positions: np.ndarray) -> None:
+    def reach(self, sequence: SequenceState, positions: np.ndarray) -> None:
         """Have pages for positions int [n], ascending, which are computed next. Local heads give back what nothing sees
         from there on when they need pages, and not before: so nobody else can take them in between."""
         if not self.cache.layout.num_local_lists:
@@ -104,36 +104,36 @@ class Memory:
             lists.leave_behind(self.pool, int(positions[0]))
             lists.add_local(self.pool, blocks)
 
-    def settle(self, sequence: Sequence) -> None:
+    def settle(self, sequence: SequenceState) -> None:
         """The prompt has been computed: local heads keep what an answer needs."""
         if self.cache.layout.num_local_lists:
             lists = sequence.pages
             lists.leave_behind(self.pool, sequence.num_computed)
             lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
-    def shorten(self, sequence: Sequence, num_kept: int) -> None:
+    def shorten(self, sequence: SequenceState, num_kept: int) -> None:
         """The prompt has left only so many tokens in its pages: give back those behind them that nothing needs."""
         sequence.num_dropped = sequence.num_prompt - num_kept
         sequence.num_computed = num_kept
         self.pool.release(sequence.pages.shorten(-(-sequence.num_reserved // self.pool.block_size)))
 
-    def drop_documents(self, sequence: Sequence, reason: str) -> None:
+    def drop_documents(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is computed in full, when it is admitted again."""
         self.release(sequence)
         sequence.documents, sequence.num_dropped = (), 0
         self.note_fallback(sequence, reason)
 
-    def unpin_sources(self, sequence: Sequence) -> None:
+    def unpin_sources(self, sequence: SequenceState) -> None:
         """The grafts have been copied (or are not wanted any more)."""
         self.pool.release(self._pinned.pop(sequence, []))
 
-    def drop_grafts(self, sequence: Sequence, reason: str) -> None:
+    def drop_grafts(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
         sequence.offer.first_approximate = NEVER
         self.note_fallback(sequence, reason)
         sequence.set_plan(sequence.admitted_plan.without_grafts())
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """Give all its pages back; it may be admitted again."""
         self.unpin_sources(sequence)
         if sequence.lists is not None:
@@ -141,7 +141,7 @@ class Memory:
         sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
         sequence.offer.restart()
 
-    def _find(self, sequence: Sequence) -> Reuse:
+    def _find(self, sequence: SequenceState) -> Reuse:
         """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
         reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
@@ -149,7 +149,7 @@ class Memory:
             reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         return reuse
 
-    def _num_missing(self, sequence: Sequence, reuse: Reuse) -> int:
+    def _num_missing(self, sequence: SequenceState, reuse: Reuse) -> int:
         """Pages to be allocated."""
         size = self.pool.block_size
         num_blocks, prompt = -(-sequence.num_reserved // size), -(-sequence.num_prompt // size)
@@ -164,7 +164,7 @@ class Memory:
         layout = self.cache.layout
         return layout.num_local_lists * min(num_blocks, layout.window_blocks(self.pool.block_size))
 
-    def _pin(self, sequence: Sequence, reuse: Reuse) -> bool:
+    def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
         """Hold what the sequence reuses if all that is missing can be free then; sheds frozen pages of its own."""
         pages = {int(page) for match in reuse.matches for page in match.pages}
         owners = np.array([*pages, *(reuse.hits[block] for block in reuse.copied)], np.int64)
@@ -181,7 +181,7 @@ class Memory:
         self._pinned[sequence] = sources
         return True
 
-    def _start(self, sequence: Sequence, reuse: Reuse) -> PageLists:
+    def _start(self, sequence: SequenceState, reuse: Reuse) -> PageLists:
         """Give the sequence its pages and its plan."""
         size, layout = self.pool.block_size, self.cache.layout
         num_blocks = -(-sequence.num_reserved // size)
@@ -204,7 +204,7 @@ class Memory:
         sequence.set_plan(plan)
         return lists
 
-    def note_fallback(self, sequence: Sequence, reason: str) -> None:
+    def note_fallback(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is computed in full, and why."""
         sequence.given_up = reason
         self.fallbacks[reason] += 1

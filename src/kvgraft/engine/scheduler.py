@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
-from kvgraft.engine.request import Report
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.request import Event, Report
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import SparseDecode
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
@@ -40,15 +40,39 @@ class Scheduler:
         self.library = library
         self.head_map = head_map
         self.flows = SparseDecode(memory.cache, decoder.config.group)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+
+    def submit(self, sequences: Sequence[SequenceState]) -> None:
+        """Let sequences wait for admission."""
+        for sequence in sequences:
+            if sequence.given_up is not None:
+                self.memory.note_fallback(sequence, sequence.given_up)
+        self.waiting.extend(sequences)
+
+    def run(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
+        """Submit sequences, then `drain` them."""
+        self.submit(sequences)
+        yield from self.drain(sequences)
+
+    def drain(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
+        """Step until these sequences, which wait or run, are done; their events. Closing the iterator aborts."""
+        try:
+            while any(not sequence.done or sequence.events for sequence in sequences):
+                for sequence in sequences:
+                    while sequence.events:
+                        yield sequence.events.popleft()
+                if not all(sequence.done for sequence in sequences):
+                    self.step()
+        finally:
+            self.abort(sequences)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Admit and prefill, or decode one token for all running sequences, or both."""
         decoding = list(self.running)
         admitted = self._admit()
-        groups: dict[Policy, list[Sequence]] = {}
+        groups: dict[Policy, list[SequenceState]] = {}
         for sequence in admitted:
             groups.setdefault(sequence.policy, []).append(sequence)
         try:
@@ -61,7 +85,7 @@ class Scheduler:
             self._decode(decoding)
         self._retire()
 
-    def adopt(self, sequence: Sequence) -> None:
+    def adopt(self, sequence: SequenceState) -> None:
         """Go on with a sequence whose prompt was computed elsewhere; its pages are to be filled before the next step.
 
         Raises:
@@ -70,7 +94,16 @@ class Scheduler:
         self.memory.adopt(sequence)
         self.running.append(sequence)
 
-    def abort(self, sequences: Iterable[Sequence]) -> None:
+    @torch.inference_mode()
+    def read_documents(self, sequence: SequenceState) -> int:
+        """Read what its policy keeps a part of and the library does not have; how many documents that were."""
+        policy = sequence.policy
+        if not isinstance(policy, KeepsDocuments):
+            return 0
+        layers = NativeLayers(self.decoder, self.memory.cache)
+        return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, policy.blocks)[1]
+
+    def abort(self, sequences: Iterable[SequenceState]) -> None:
         """Forget these sequences, whatever their state."""
         for sequence in sequences:
             if sequence in self.running:
@@ -79,8 +112,8 @@ class Scheduler:
             elif sequence in self.waiting:
                 self.waiting.remove(sequence)
 
-    def _admit(self) -> list[Sequence]:
-        admitted: list[Sequence] = []
+    def _admit(self) -> list[SequenceState]:
+        admitted: list[SequenceState] = []
         num_tokens = 0
         while self.waiting and (not admitted or num_tokens + self.waiting[0].num_prompt <= self.memory.chunk):
             sequence = self.waiting[0]
@@ -97,7 +130,7 @@ class Scheduler:
             num_tokens += sequence.num_prompt
         return admitted
 
-    def _requeue(self, admitted: list[Sequence]) -> None:
+    def _requeue(self, admitted: list[SequenceState]) -> None:
         """A policy failed: what has not been prefilled waits again, so that nobody decodes from unwritten pages."""
         for sequence in reversed(admitted):
             if sequence.first_token_pending:
@@ -105,13 +138,13 @@ class Scheduler:
                 self.memory.release(sequence)
                 self.waiting.appendleft(sequence)
 
-    def _prefill(self, policy: Policy, sequences: list[Sequence]) -> None:
+    def _prefill(self, policy: Policy, sequences: list[SequenceState]) -> None:
         """Prompts with grafts as the policy says, all others in full; those that come out non-finite again, in full."""
         for sequence in sequences:
             if sequence.documents:
                 self._keep_documents(policy, sequence)
         sequences = [sequence for sequence in sequences if not sequence.documents and sequence in self.running]
-        logits: dict[Sequence, Tensor] = {}
+        logits: dict[SequenceState, Tensor] = {}
         grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
         for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
             logits |= zip(batch, self._recover(policy.recover, batch), strict=True)
@@ -127,7 +160,7 @@ class Scheduler:
             self.memory.offer(sequence)
             self.memory.settle(sequence)
 
-    def _keep_documents(self, policy: Policy, sequence: Sequence) -> None:
+    def _keep_documents(self, policy: Policy, sequence: SequenceState) -> None:
         """One prompt whose documents are kept in part; documents that are not known yet are read first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
@@ -158,13 +191,13 @@ class Scheduler:
         report.counts["kept_tokens"] = ctx.num_kept - report.fresh_tokens
         report.stages.update(ctx.times.seconds)
 
-    def _compute(self, policy: Policy, sequences: list[Sequence]) -> Iterable[Tensor]:
+    def _compute(self, policy: Policy, sequences: list[SequenceState]) -> Iterable[Tensor]:
         """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
         if sum(sequence.num_prompt for sequence in sequences) <= self.memory.chunk:
             return self._recover(policy.recompute, sequences) if sequences else []
         return [self._compute_long(policy, sequence) for sequence in sequences]
 
-    def _compute_long(self, policy: Policy, sequence: Sequence) -> Tensor:
+    def _compute_long(self, policy: Policy, sequence: SequenceState) -> Tensor:
         for start in range(0, sequence.num_prompt, self.memory.chunk):
             part = sequence.admitted_plan.part(start, min(start + self.memory.chunk, sequence.num_prompt))
             if part.active.any():
@@ -173,12 +206,12 @@ class Scheduler:
             self.memory.offer(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
-    def _recover(self, recover: Recover, sequences: list[Sequence]) -> Tensor:
+    def _recover(self, recover: Recover, sequences: list[SequenceState]) -> Tensor:
         """Logits [b, V] after each prompt."""
         ctx, hidden = self._run(recover, sequences, [sequence.admitted_plan for sequence in sequences])
         return self.decoder.logits(ctx.last_hidden(hidden))
 
-    def _run(self, recover: Recover, sequences: list[Sequence], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
+    def _run(self, recover: Recover, sequences: list[SequenceState], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
         """One pass over what the plans say of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
             self.memory.reach(sequence, plan.active.nonzero()[:, 0].numpy())
@@ -204,7 +237,7 @@ class Scheduler:
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
         return ctx, hidden
 
-    def _decode(self, sequences: list[Sequence]) -> None:
+    def _decode(self, sequences: list[SequenceState]) -> None:
         for sequence in sequences:
             self.memory.reach(sequence, np.array([sequence.num_computed]))
         logits = decode(self.decoder, self.memory.cache, self.flows, sequences)
@@ -212,7 +245,7 @@ class Scheduler:
             sequence.num_computed += 1
             self._accept(sequence, row)
 
-    def _accept(self, sequence: Sequence, logits: Tensor) -> None:
+    def _accept(self, sequence: SequenceState, logits: Tensor) -> None:
         sequence.accept(sequence.sampler.sample(logits), logits, self.decoder.config.eos_token_ids)
 
     def _retire(self) -> None:
@@ -222,5 +255,5 @@ class Scheduler:
             self.running.remove(sequence)
 
 
-def _has_grafts(sequence: Sequence) -> bool:
+def _has_grafts(sequence: SequenceState) -> bool:
     return bool(sequence.admitted_plan.grafted.any())

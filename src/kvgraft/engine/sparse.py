@@ -1,6 +1,6 @@
 """Flows on the native engine's pool: which sequences of a step attend sparsely, and to what."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,13 @@ from kvgraft.decode.batch import Batch
 from kvgraft.decode.flow import Flow, Program, trace
 from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.cache import KVCache
 
 
 @dataclass(frozen=True, eq=False)
-class SparseStep:
-    """Sequences of one flow in a decode step.
+class FlowBatch:
+    """The sequences of a decode step that follow one flow.
 
     Attributes:
         rows: their numbers in the step.
@@ -57,12 +57,12 @@ class SparseDecode:
         Raises:
             FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no blocks to choose.
         """
-        found = parse_flow(flow) if isinstance(flow, str) else flow
-        if found is not None:
+        chosen = parse_flow(flow) if isinstance(flow, str) else flow
+        if chosen is not None:
             if self._cache.layout.num_local_lists:
-                raise ValueError(f"flow {found.name!r} and head_paging exclude each other: local heads keep no blocks")
-            self.program(found)
-        return found
+                raise ValueError(f"flow {chosen.name!r} and head_paging exclude each other: local heads keep no blocks")
+            self.program(chosen)
+        return chosen
 
     def program(self, flow: Flow) -> Program:
         """The flow, traced for this model; raises FlowError if it cannot be right."""
@@ -70,20 +70,20 @@ class SparseDecode:
             self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
         return self._programs[flow]
 
-    def plan(self, sequences: Items[Sequence]) -> list[SparseStep]:
+    def plan(self, sequences: Sequence[SequenceState]) -> list[FlowBatch]:
         """What a step that computes the next token of each can do sparsely. KV after such a step is approximate."""
-        found: dict[Flow, list[int]] = {}
+        rows_by_flow: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
-                found.setdefault(flow, []).append(number)
+                rows_by_flow.setdefault(flow, []).append(number)
                 sequence.offer.first_approximate = min(sequence.offer.first_approximate, sequence.num_computed)
-        for flow in found.keys() - self._indexers.keys():
+        for flow in rows_by_flow.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
             self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
-        return [self._step(flow, rows, [sequences[row] for row in rows]) for flow, rows in found.items()]
+        return [self._batch_of(flow, rows, [sequences[row] for row in rows]) for flow, rows in rows_by_flow.items()]
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
         """A layer's part of the pool."""
@@ -92,7 +92,7 @@ class SparseDecode:
         keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
         return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
 
-    def _step(self, flow: Flow, rows: list[int], sequences: Items[Sequence]) -> SparseStep:
+    def _batch_of(self, flow: Flow, rows: list[int], sequences: Sequence[SequenceState]) -> FlowBatch:
         size, device = self._cache.block_size, self._cache.keys.device
         tokens = [sequence.num_computed + 1 for sequence in sequences]
         longest = -(-max(tokens) // size)
@@ -109,4 +109,4 @@ class SparseDecode:
         by_head = (torch.from_numpy(tables).to(device)[:, None] + heads).flatten(0, 1)
         batch = Batch(by_head, torch.tensor(tokens, device=device).repeat_interleave(len(heads)), size)
         fresh = (torch.from_numpy(np.concatenate(full)).to(device) + heads).flatten()
-        return SparseStep(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)
+        return FlowBatch(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)

@@ -1,14 +1,14 @@
 """Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a prompt wants them."""
 
 import os
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvgraft.engine.lookup import Reuse
-from kvgraft.engine.sequence import Sequence
+from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
 from kvgraft.reuse.index import ReuseIndex
@@ -42,7 +42,7 @@ class StoreTier:
             raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
         return cls(options.open(pool.block_size, *index.cuts), pool, cache, index)
 
-    def keep(self, sequence: Sequence, *, ended: bool) -> None:
+    def keep(self, sequence: SequenceState, *, ended: bool) -> None:
         """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when it has ended."""
         size, length, offer = self.pool.block_size, self.store.chunk_blocks, sequence.offer
         stop = offer.num_registered if ended else offer.num_registered // length * length
@@ -55,7 +55,7 @@ class StoreTier:
                 slots = sequence.pages.slots[0, blocks.start * size : blocks.stop * size]
                 self.store.put(chunk, self._read(slots))
 
-    def restore(self, sequence: Sequence, reuse: Reuse, num_spare: int) -> bool:
+    def restore(self, sequence: SequenceState, reuse: Reuse, num_spare: int) -> bool:
         """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at most; whether any."""
         held = [*reuse.hits.values(), *{int(page) for match in reuse.matches for page in match.pages}]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
@@ -76,7 +76,7 @@ class StoreTier:
         sequence.report.counts["restored_blocks"] += len(blocks)
         return True
 
-    def _wanted(self, sequence: Sequence, reuse: Reuse) -> list[int]:
+    def _wanted(self, sequence: SequenceState, reuse: Reuse) -> list[int]:
         """Numbers of stored blocks: exact ones of the prompt, then those that can be grafted, longest run first."""
         size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
         exact: dict[int, int] = {}
@@ -98,7 +98,7 @@ class StoreTier:
         """What the pool holds in these slots int64 [n], by the name of the tensor: [streams, n, d]."""
         return {name: tensor[:, slots].cpu() for name, tensor in self._tensors().items()}
 
-    def _write(self, pages: Items[int], blocks: Items[StoredBlock]) -> None:
+    def _write(self, pages: Sequence[int], blocks: Sequence[StoredBlock]) -> None:
         slots = slots_of(pages, self.pool.block_size).to(self.cache.keys.device)
         for name, tensor in self._tensors().items():
             tensor[:, slots] = torch.cat([block.payload[name] for block in blocks], dim=1).to(tensor.device)

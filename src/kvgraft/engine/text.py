@@ -91,10 +91,10 @@ class IncrementalText:
         if self.stopped:
             return ""
         text = self._held + fresh
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
+        stops = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if stops:
             self.stopped = True
-            cut = min(found)[1]  # the stop string that is complete first, however the text arrives
+            cut = min(stops)[1]  # the stop string that is complete first, however the text arrives
         else:
             cut = len(text) if final else len(text) - self._num_begun(text)
         self._held = text[cut:]

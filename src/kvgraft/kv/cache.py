@@ -61,19 +61,19 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
-        for own in self.layout.layers[layer].every:
+        for head_set in self.layout.layers[layer].every:
             for pool, new in zip(self.pools, (keys, values), strict=False):
-                part = new if len(own.heads) == new.shape[1] else new[:, own.heads]  # [n, h, d]
-                pool[own.streams].index_copy_(1, slots[own.page_list], part.transpose(0, 1))
+                part = new if len(head_set.heads) == new.shape[1] else new[:, head_set.heads]  # [n, h, d]
+                pool[head_set.streams].index_copy_(1, slots[head_set.page_list], part.transpose(0, 1))
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
         shape = (slots.shape[1], len(self.layout.layers[layer].streams), self.keys.shape[-1])
-        found = [pool.new_empty(shape) for pool in self.pools]
-        for own in self.layout.layers[layer].every:
-            for pool, part in zip(self.pools, found, strict=True):
-                part[:, own.heads] = pool[own.streams, slots[own.page_list]].transpose(0, 1)
-        return found[0], found[-1]
+        parts = [pool.new_empty(shape) for pool in self.pools]
+        for head_set in self.layout.layers[layer].every:
+            for pool, part in zip(self.pools, parts, strict=True):
+                part[:, head_set.heads] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+        return parts[0], parts[-1]
 
     def require_residuals(self, layers: Iterable[int]) -> None:
         """Raise ValueError unless the residual stream that enters these layers is kept."""

@@ -46,14 +46,14 @@ def wanted_exact(
         missing: blocks that the pool does not hold, ascending.
         contiguous: only as far as one follows the other, for hosts whose prefix hits have no gaps.
     """
-    found: dict[int, int] = {}
+    block_of: dict[int, int] = {}
     blocks = list(missing)
     for block, number in zip(blocks, stored.prefix([chains[block] for block in blocks], scope), strict=True):
         if number >= 0:
-            found[number] = block
+            block_of[number] = block
         elif contiguous:
             break
-    return found
+    return block_of
 
 
 def wanted_grafts(

@@ -125,13 +125,13 @@ class Segmenter:
 
     def _anchored(self, tokens: np.ndarray) -> np.ndarray:
         """Where stretches between anchors begin, and where the last one ends, int64; none is too short."""
-        found: list[int] = []
+        positions: list[int] = []
         for anchor in self._anchors:
             if len(anchor) <= len(tokens):
                 windows = sliding_window_view(tokens, len(anchor))
-                found += np.flatnonzero((windows == anchor).all(axis=1)).tolist()
+                positions += np.flatnonzero((windows == anchor).all(axis=1)).tolist()
         cuts: list[int] = []
-        for cut in sorted(found):
+        for cut in sorted(positions):
             if not cuts or cut - cuts[-1] >= self.options.shortest:
                 cuts.append(cut)
         return np.array([*cuts, len(tokens)] if cuts else [0], np.int64)

@@ -85,18 +85,18 @@ class SimilarIndex:
         before = entries.walk(int(ids[0]), -1, -(-reach // size))[::-1]
         begin, ids = size * len(before), np.array([*before, *ids], np.int32)  # begin: of what is new
         root = self.blocks.lookup_scope(scope)
-        found = self.segmenter.cut(entries.tokens[ids].ravel(), root)
-        rows = np.flatnonzero(found.stops > begin)
-        entry = ids[found.starts[rows] // size]
+        segments = self.segmenter.cut(entries.tokens[ids].ravel(), root)
+        rows = np.flatnonzero(segments.stops > begin)
+        entry = ids[segments.starts[rows] // size]
         columns = {
             "entry": entry,
             "source": entries.source[entry],
-            "start": entries.source_start[ids[0]] + found.starts[rows],
-            "length": found.stops[rows] - found.starts[rows],
-            "signature": compact(found.signatures[rows]),
-            "context": found.contexts[rows],
+            "start": entries.source_start[ids[0]] + segments.starts[rows],
+            "length": segments.stops[rows] - segments.starts[rows],
+            "signature": compact(segments.signatures[rows]),
+            "context": segments.contexts[rows],
         }
-        keys = band_keys(found.signatures[rows], *self._bands, root)
+        keys = band_keys(segments.signatures[rows], *self._bands, root)
         new = self._is_new(keys, columns)
         self._table.add(keys[new], **{name: column[new] for name, column in columns.items()})
         return int(new.sum())
@@ -122,17 +122,21 @@ class SimilarIndex:
         unclaimed = np.ones(len(tokens), bool) if free is None else free.copy()
         for match in exact:
             unclaimed[match.start : match.start + match.length] = False
-        found, ceiling = exact, Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
+        matches, ceiling = exact, Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
         for region in self._regions(tokens, unclaimed, scope):
-            found += self._graft(tokens, region, unclaimed, scope, ceiling, require_clean_context)
-        return sorted(found, key=lambda match: match.start)
+            matches += self._graft(tokens, region, unclaimed, scope, ceiling, require_clean_context)
+        return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
         """Stored segments that resemble segments of a prompt: its tokens, the source and the tokens there."""
-        found, rows, ids = self._candidates(as_int32("tokens", tokens), scope)
+        segments, rows, ids = self._candidates(as_int32("tokens", tokens), scope)
         table = self._table
         return [
-            (range(found.starts[row], found.stops[row]), int(table.source[i]), range(start, start + table.length[i]))
+            (
+                range(segments.starts[row], segments.stops[row]),
+                int(table.source[i]),
+                range(start, start + table.length[i]),
+            )
             for row, i, start in zip(rows, ids, table.start[ids].tolist(), strict=True)
         ]
 
@@ -151,29 +155,31 @@ class SimilarIndex:
         """The segments of a prompt, and (segment, stored segment) pairs of these that pass all thresholds, the best few
         of each: int64 [n], [n]."""
         options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
-        found = self.segmenter.cut(tokens, root)
-        keys = band_keys(found.signatures, *self._bands, root)
+        segments = self.segmenter.cut(tokens, root)
+        keys = band_keys(segments.signatures, *self._bands, root)
         rows, ids = table.find(keys.ravel())
         rows, ids = np.unique(np.stack((rows // self._bands[0], ids.astype(np.int64))), axis=1)
-        likeness = similarity(table.signature[ids], compact(found.signatures)[rows])
-        lengths = found.stops[rows] - found.starts[rows]
+        likeness = similarity(table.signature[ids], compact(segments.signatures)[rows])
+        lengths = segments.stops[rows] - segments.starts[rows]
         passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance_tokens)
         if options.context_tau:
-            passed &= similarity(table.context[ids], found.contexts[rows]) >= options.context_tau
+            passed &= similarity(table.context[ids], segments.contexts[rows]) >= options.context_tau
         rows, ids, likeness = rows[passed], ids[passed], likeness[passed]
         order = np.lexsort((ids, -likeness, rows))
         rows, ids = rows[order], ids[order]
         best = occurrence(rows) < options.candidates
-        return found, rows[best], ids[best]
+        return segments, rows[best], ids[best]
 
     def _regions(self, tokens: np.ndarray, unclaimed: np.ndarray, scope: bytes) -> list["_Region"]:
         """Neighbouring proposals of one source and about one shift as one region, longest first."""
-        found, rows, ids = self._candidates(tokens, scope)
+        segments, rows, ids = self._candidates(tokens, scope)
         open_ = np.concatenate(([0], np.cumsum(unclaimed)))
-        useful = open_[found.stops[rows]] - open_[found.starts[rows]] >= self.options.min_run_tokens
+        useful = open_[segments.stops[rows]] - open_[segments.starts[rows]] >= self.options.min_run_tokens
         rows, ids = rows[useful], ids[useful]
         table = self._table
-        pairs = np.stack((table.source[ids], found.starts[rows], found.stops[rows], table.start[ids], table.entry[ids]))
+        pairs = np.stack(
+            (table.source[ids], segments.starts[rows], segments.stops[rows], table.start[ids], table.entry[ids])
+        )
         regions: list[_Region] = []
         last: dict[tuple[int, int], _Region] = {}  # by source and rough shift
         for source, start, stop, source_start, entry in pairs[:, np.lexsort((pairs[3], pairs[1]))].T.tolist():
@@ -209,16 +215,16 @@ class SimilarIndex:
             return []
         origin = int(entries.source_start[ids[0]])
         blocks = LCSseq.editops(tokens[first:stop].tolist(), entries.tokens[ids].ravel().tolist()).as_matching_blocks()
-        found = []
+        matches = []
         for here, there, length in ((first + block.a, block.b, block.size) for block in blocks):
             for start, end in _stretches(unclaimed[here : here + length]):
                 source_start = there + start  # from origin on
                 if end - start < options.min_run_tokens or (from_start and origin + source_start):
                     continue
                 covering = ids[source_start // size : -(-(there + end) // size)]
-                found.append(self.blocks.as_match(here + start, end - start, origin + source_start, covering))
+                matches.append(self.blocks.as_match(here + start, end - start, origin + source_start, covering))
                 unclaimed[here + start : here + end] = False
-        return found
+        return matches
 
 
 @dataclass

@@ -21,7 +21,7 @@ ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token com
 
 
 @dataclass
-class Chunk:
+class PrefillChunk:
     """Rows [start, stop) of what a layer computes; `metadata` is made when first needed and after every pause."""
 
     rows: slice
@@ -62,7 +62,7 @@ class VllmPrefill(PagedPrefill):
         self._tables = tables
         self._spend = spend
         self._where: Tensor | None = None
-        self._chunks: list[Chunk] = []
+        self._chunks: list[PrefillChunk] = []
         self._counts = torch.zeros(0, dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
@@ -122,14 +122,14 @@ class VllmPrefill(PagedPrefill):
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[1]
 
-    def _chunks_of(self, where: Tensor) -> list[Chunk]:
+    def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
         if self._where is None or not self._where.equal(where):
             positions = self._rows_of(where)
             self._where, self._chunks = where, self._cut(positions)
             self._counts = torch.tensor([p.numel() for p in positions])
         return self._chunks
 
-    def _cut(self, positions: Sequence[Tensor]) -> list[Chunk]:
+    def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
         device, total = self._host.device, sum(p.numel() for p in positions)
         where = torch.cat(list(positions)).to(device)
         slots = torch.cat([s[p.to(device)] for s, p in zip(self._slots, positions, strict=True)])
@@ -139,7 +139,7 @@ class VllmPrefill(PagedPrefill):
         chunks = []
         for first, stop in pairwise(edges):
             runs = _runs(prompts[first:stop], flat[first:stop])
-            chunks.append(Chunk(slice(first, stop), where[first:stop], slots[first:stop], runs))
+            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], slots[first:stop], runs))
         return chunks
 
     def _forget_metadata(self) -> None:

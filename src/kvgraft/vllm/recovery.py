@@ -51,7 +51,7 @@ class RecoveryResult:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class Batch:
+class RecoveryBatch:
     """Jobs of one policy, recovered together. Runs in a greenlet of its own, so that a policy can be paused anywhere
     without knowing of it: same thread, same tensors, no locks."""
 
@@ -152,7 +152,7 @@ class RecoveryQueue:
         self._host = host
         self.library = library
         self._max_batch_tokens = max_batch_tokens
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[RecoveryBatch] = deque()
         self._cancelled: set[str] = set()
 
     def add(self, jobs: list[Job]) -> None:
@@ -161,11 +161,11 @@ class RecoveryQueue:
         for job in jobs:
             total = sum(len(other.token_ids) for other in [*batch, job])
             if batch and (job.policy != batch[0].policy or total > self._max_batch_tokens):
-                self._batches.append(Batch(self._host, self.library, batch))
+                self._batches.append(RecoveryBatch(self._host, self.library, batch))
                 batch = []
             batch.append(job)
         if batch:
-            self._batches.append(Batch(self._host, self.library, batch))
+            self._batches.append(RecoveryBatch(self._host, self.library, batch))
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""

@@ -14,7 +14,7 @@ RENAMED = {"exits": "residual_layers"}  # settings by the names that they had be
 
 
 @dataclass(frozen=True)
-class Settings:
+class KVGraftSettings:
     """How this server reuses.
 
     Attributes:
@@ -77,13 +77,13 @@ class Settings:
         return {*self.residual_layers, *self.default.policy.residual_layers(num_layers)}
 
     @classmethod
-    def of(cls, config: Any) -> "Settings":
+    def of(cls, config: Any) -> "KVGraftSettings":
         """Those of a `VllmConfig`."""
         transfer = config.kv_transfer_config
         return cls.parse((transfer.kv_connector_extra_config if transfer else None) or {})
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "Settings":
+    def parse(cls, given: Mapping[str, Any]) -> "KVGraftSettings":
         """From a mapping; ValueError names a setting that does not exist or a value that is not allowed."""
         known = [f.name for f in fields(cls)]
         for name in given:

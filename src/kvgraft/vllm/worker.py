@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.connector import KVGraftConnector
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import check_installed, install
 
 if current_platform.is_cpu():
@@ -45,7 +45,7 @@ def kv_share(config: Any) -> float:
     model, parallel = config.model_config, config.parallel_config
     num_layers = model.get_num_layers(parallel)
     kv = 2 * num_layers * model.get_num_kv_heads(parallel) * model.get_head_size()
-    return float(kv / (kv + len(Settings.of(config).kept_residual_layers(num_layers)) * model.get_hidden_size()))
+    return float(kv / (kv + len(KVGraftSettings.of(config).kept_residual_layers(num_layers)) * model.get_hidden_size()))
 
 
 def recovery_bytes(config: Any) -> int:

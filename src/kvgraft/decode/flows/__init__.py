@@ -48,10 +48,10 @@ def _from_file(path: str, rest: str) -> Flow:
     """`rest` is the name of a flow, options, both, or neither."""
     flows = load_flows(Path(path))
     first, _, behind = rest.partition(":")
-    own, options = ("", rest) if "=" in first else (first, behind)
-    if not own and len(flows) > 1:
+    chosen, options = ("", rest) if "=" in first else (first, behind)
+    if not chosen and len(flows) > 1:
         raise ValueError(f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}")
-    name, given = parse(f"flow of {path}", f"{own or next(iter(flows))}:{options}")
+    name, given = parse(f"flow of {path}", f"{chosen or next(iter(flows))}:{options}")
     return make(f"flow of {path}", flows, name, given, RENAMED)
 
 
@@ -79,8 +79,8 @@ def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    own = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Flow)]
-    flows = {flow.name: flow for flow in own if flow.__module__ == module.__name__ and getattr(flow, "name", None)}
+    classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Flow)]
+    flows = {flow.name: flow for flow in classes if flow.__module__ == module.__name__ and getattr(flow, "name", None)}
     if not flows:
         raise ValueError(f"{path} has no flow: a class that inherits from Flow and has a name")
     return flows

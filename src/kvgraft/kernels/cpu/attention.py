@@ -22,9 +22,11 @@ def segpaged_attention(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
     attend = _decode if layout.decodes else _prefill
-    for own in heads.whole:
-        part = queries if len(own.heads) == len(heads.streams) else queries[:, own.heads]
-        outputs[:, own.heads] = attend(part, keys[own.streams], values[own.streams], own.page_list, layout, scale)
+    for head_set in heads.whole:
+        part = queries if len(head_set.heads) == len(heads.streams) else queries[:, head_set.heads]
+        outputs[:, head_set.heads] = attend(
+            part, keys[head_set.streams], values[head_set.streams], head_set.page_list, layout, scale
+        )
     if heads.windowed:
         outputs[:, heads.windowed] = _windows(queries[:, heads.windowed], keys, values, heads, layout, scale)
     return output
@@ -63,20 +65,20 @@ def _prefill(
         for start, stop in context.chunks:
             at = context.device_positions[start:stop]
             seen = int(torch.searchsorted(tokens, at[-1], right=True))
-            own = query[rows][start:stop].permute(1, 2, 0, 3)  # [h, G, c, d]
+            asking = query[rows][start:stop].permute(1, 2, 0, 3)  # [h, G, c, d]
             chunk = stop - start
             if query.is_cpu and seen >= LONG_CONTEXT and seen > chunk == int(at[-1] - at[0]) + 1:
-                attended = _run(own, own_keys[:, :seen], own_values[:, :seen], scale)
+                attended = _run(asking, own_keys[:, :seen], own_values[:, :seen], scale)
             else:
                 attended = scaled_dot_product_attention(
-                    own.flatten(0, 1)[None],
+                    asking.flatten(0, 1)[None],
                     own_keys[None, :, :seen],
                     own_values[None, :, :seen],
                     attn_mask=None if seen == chunk else tokens[:seen] <= at[:, None],
                     is_causal=seen == chunk,  # the prompt's own beginning: a plain causal triangle
                     scale=scale,
                     enable_gqa=True,
-                )[0].unflatten(0, own.shape[:2])
+                )[0].unflatten(0, asking.shape[:2])
             output[rows][start:stop] = attended.permute(2, 0, 1, 3)
     return output
 

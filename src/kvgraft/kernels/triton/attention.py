@@ -71,11 +71,11 @@ def _segpaged(  # type: ignore[no-untyped-def]
     own_slots = slots + (context * num_lists + page_list) * num_tokens
 
     row, dim = tl.arange(0, TILE_ROWS), tl.arange(0, DIM)
-    own = (row // SIZE) < count
+    row_mask = (row // SIZE) < count
     place = first + row // SIZE  # of the query among all rows
-    at = tl.load(positions + place, mask=own, other=-1)
+    at = tl.load(positions + place, mask=row_mask, other=-1)
     query_at = place.to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[:, None] * query_head + dim[None]
-    q = tl.load(query + query_at, mask=own[:, None] & (dim < head_dim)[None], other=0.0)
+    q = tl.load(query + query_at, mask=row_mask[:, None] & (dim < head_dim)[None], other=0.0)
     q = q.to(tl.float32) if WIDE else q
 
     stop = tl.load(positions + first + count - 1) + 1
@@ -113,5 +113,5 @@ def _segpaged(  # type: ignore[no-untyped-def]
     attended = attended / tl.where(some, mass, 1.0)[:, None]
     total_weight = tl.where(some, best + tl.log(tl.where(some, mass, 1.0)), float("-inf"))
     out = (split.to(tl.int64) * num_rows + place) * num_heads + head * SIZE + row % SIZE
-    tl.store(weight + out, total_weight, mask=own)
-    tl.store(output + out[:, None] * head_dim + dim[None], attended, mask=own[:, None] & (dim < head_dim)[None])
+    tl.store(weight + out, total_weight, mask=row_mask)
+    tl.store(output + out[:, None] * head_dim + dim[None], attended, mask=row_mask[:, None] & (dim < head_dim)[None])

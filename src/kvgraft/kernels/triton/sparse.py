@@ -52,9 +52,9 @@ def _sparse(  # type: ignore[no-untyped-def]
     head = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     value = tl.arange(0, VALUE_DIM)
-    own = head < group
+    row_mask = head < group
     query_at = row * query_row + head[:, None] * query_head + dim[None]
-    q = tl.load(query + query_at, mask=own[:, None] & (dim < head_dim)[None], other=0.0)
+    q = tl.load(query + query_at, mask=row_mask[:, None] & (dim < head_dim)[None], other=0.0)
     q = q.to(tl.float32) if WIDE else q
 
     total = tl.load(lengths + row).to(tl.int32)
@@ -86,5 +86,7 @@ def _sparse(  # type: ignore[no-untyped-def]
     attended = attended / tl.where(some, mass, 1.0)[:, None]
     total_weight = tl.where(some, best + tl.log(tl.where(some, mass, 1.0)), float("-inf"))
     out = (split.to(tl.int64) * num_rows + row) * group + head
-    tl.store(weight + out, total_weight, mask=own)
-    tl.store(output + out[:, None] * value_dim + value[None], attended, mask=own[:, None] & (value < value_dim)[None])
+    tl.store(weight + out, total_weight, mask=row_mask)
+    tl.store(
+        output + out[:, None] * value_dim + value[None], attended, mask=row_mask[:, None] & (value < value_dim)[None]
+    )

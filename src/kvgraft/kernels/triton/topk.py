@@ -11,11 +11,11 @@ TILE = 1024
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
     """See `kvgraft.kernels.dispatch.radix_topk`; in order of the columns."""
     scores = scores.float().contiguous()
-    found = torch.full((len(scores), k), -1, dtype=torch.int64, device=scores.device)
+    indices = torch.full((len(scores), k), -1, dtype=torch.int64, device=scores.device)
     _radix[(len(scores),)](
-        scores, lengths, found, scores.shape[1], k, int(tolerance * k), REMAP=remap, TILE=TILE, num_warps=8
+        scores, lengths, indices, scores.shape[1], k, int(tolerance * k), REMAP=remap, TILE=TILE, num_warps=8
     )
-    return found
+    return indices
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _radix(  # type: ignore[no-untyped-def]
-    scores, lengths, found, num_columns, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
+    scores, lengths, indices, num_columns, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * num_columns
@@ -100,6 +100,6 @@ def _radix(  # type: ignore[no-untyped-def]
         sampled = rank * missing // tl.maximum(size, 1) > (rank - 1) * missing // tl.maximum(size, 1)
         chosen = there & ((spread > first) | ((spread == first) & (top > prefix)) | (equal & sampled))
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(found + row * k + place, column.to(tl.int64), mask=chosen & (place < k))
+        tl.store(indices + row * k + place, column.to(tl.int64), mask=chosen & (place < k))
         written += tl.sum(chosen.to(tl.int32), 0)
         seen += tl.sum(equal.to(tl.int32), 0)

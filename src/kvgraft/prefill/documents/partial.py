@@ -156,17 +156,17 @@ class PartialPrefill(DocumentContext):
             raise ValueError("the last layer has no queries for these tokens")
         with self._timed("select"):
             asking, positions = query[queries[where].to(query.device)], queries.nonzero()[:, 0].to(query.device)
-            found = torch.zeros(int(self.plan.grafted.sum()), device=query.device)
-            rows = max(MOST_WEIGHTS // (asking.shape[1] * max(found.numel(), 1)), 1)
+            mass = torch.zeros(int(self.plan.grafted.sum()), device=query.device)
+            rows = max(MOST_WEIGHTS // (asking.shape[1] * max(mass.numel(), 1)), 1)
             for part, at in zip(asking.split(rows), positions.split(rows), strict=True):
                 weights = self._weights(index, part, at)
                 if reduction == "sum":
-                    found += weights.sum((0, 1))
+                    mass += weights.sum((0, 1))
                 else:
-                    found = found.maximum(weights.amax((0, 1)))
-            self.scored += asking.shape[0] * found.numel()
+                    mass = mass.maximum(weights.amax((0, 1)))
+            self.scored += asking.shape[0] * mass.numel()
             scores = torch.zeros(self.plan.num_tokens)
-            scores[self.plan.grafted] = found.cpu()
+            scores[self.plan.grafted] = mass.cpu()
             return scores
 
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -273,11 +273,11 @@ class PartialPrefill(DocumentContext):
             cos, sin = (part[number] for part in self._turns_back)
             turned = rotate(query, cos, sin).unflatten(1, (host.num_kv_heads, groups))
             keys = at.document.keys[index].to(query.device)  # [Hkv, t, d]
-            own = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
+            scored = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
             if first < at.stop:
                 here = torch.arange(at.start, at.stop, device=query.device)
-                own.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN)
-            logits.append(own)
+                scored.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN)
+            logits.append(scored)
         return torch.cat(logits, dim=2).softmax(2)
 
     @cached_property

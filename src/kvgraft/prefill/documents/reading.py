@@ -21,7 +21,7 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Docume
     local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     ctx = PartialPrefill(host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), Layout([], blocks, count), 0)
-    hidden, found = ctx.embed(everything), defaultdict[str, list[Tensor]](list)
+    hidden, by_name = ctx.embed(everything), defaultdict[str, list[Tensor]](list)
     for index in range(host.num_layers):
         outputs = everything if index < host.num_layers - 1 else nothing
         hidden = ctx.layer(index, hidden, sees=nothing, writes=everything, outputs=outputs)
@@ -40,5 +40,5 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Docume
             ("attention", importance.attention),
             ("outliers", outliers),
         ):
-            found[name].append(value.to(MEMORY))
-    return Document(block_size=size, **{name: torch.stack(values) for name, values in found.items()})
+            by_name[name].append(value.to(MEMORY))
+    return Document(block_size=size, **{name: torch.stack(values) for name, values in by_name.items()})

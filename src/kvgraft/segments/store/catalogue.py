@@ -36,7 +36,7 @@ class CatalogueDamaged(OSError):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class CatalogueRow:
     """A chunk on disk.
 
     Attributes:
@@ -97,11 +97,11 @@ class Catalogue:
             logger.warning("segment store: a damaged catalogue is now %s: %s", aside, error)
             return cls(files), 1
 
-    def rows(self, after: int = 0) -> tuple[list[Row], list[tuple[int, bytes]]]:
+    def rows(self, after: int = 0) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
         """Rows with a greater id, least recently used first; and (id, key) of those that are damaged."""
         return self._rows(f"{_SELECT} WHERE id > ? ORDER BY used, id", after)
 
-    def get(self, key: bytes) -> Row | None:
+    def get(self, key: bytes) -> CatalogueRow | None:
         """The row of a chunk, if it is there and whole."""
         rows, _ = self._rows(f"{_SELECT} WHERE key = ?", key)
         return rows[0] if rows else None
@@ -118,7 +118,7 @@ class Catalogue:
         """A number that changes whenever another connection has written."""
         return self._database.execute("PRAGMA data_version").fetchone()[0]
 
-    def insert(self, row: Row, data: bytes) -> Row:
+    def insert(self, row: CatalogueRow, data: bytes) -> CatalogueRow:
         """Add a chunk, unless another process has added it; returns the row that is there then.
 
         Its file is written under a temporary name, down to the disk. Then, while nobody else adds or removes anything,
@@ -203,11 +203,11 @@ class Catalogue:
         if check and (found := execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise CatalogueDamaged(str(found))
 
-    def _rows(self, query: str, value: int | bytes) -> tuple[list[Row], list[tuple[int, bytes]]]:
+    def _rows(self, query: str, value: int | bytes) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
         rows, damaged = [], []
         for id, key, record, num_bytes, digest, pinned, created, used in self._database.execute(query, (value,)):
             try:
-                row = Row(id, Record.decode(record), num_bytes, digest, bool(pinned), created, used)
+                row = CatalogueRow(id, Record.decode(record), num_bytes, digest, bool(pinned), created, used)
                 if row.key != key or not isinstance(num_bytes, int) or len(digest) != DIGEST_BYTES:
                     raise ValueError("the row does not fit its record")
                 rows.append(row)
@@ -227,7 +227,7 @@ class Catalogue:
                 self._database.execute("ROLLBACK")
 
 
-def within(budget: Budget, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def within(budget: Budget, rows: list[CatalogueRow]) -> tuple[list[CatalogueRow], list[CatalogueRow]]:
     """What of the chunks on disk fits into an empty budget, and the others.
 
     Args:

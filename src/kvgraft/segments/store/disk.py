@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import Catalogue, Row, within
+from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
+from kvgraft.segments.store.catalogue_reader import CatalogueReader
 from kvgraft.segments.store.chunk import Record, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
 from kvgraft.segments.store.writer import Writer
@@ -50,13 +51,12 @@ class DiskTier:
 
     def __init__(self, directory: Path, budget: Budget, max_backlog_bytes: int) -> None:
         self.budget = budget
-        self.rows: dict[bytes, Row] = {}  # written, or being written, as far as this process knows
+        self.rows: dict[bytes, CatalogueRow] = {}  # written, or being written, as far as this process knows
         self._lock = threading.RLock()
         self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
         self._leaving: set[tuple[bytes, bytes | None]] = set()  # key and digest (None: any) of what is to be removed
         self._used: dict[bytes, float] = {}  # to be noted
         self._news: dict[bytes, Record | Gone] = {}  # what `poll` tells next
-        self._last_id = 0
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
         with contextlib.ExitStack() as opened:
@@ -66,7 +66,7 @@ class DiskTier:
             opened.callback(self._catalogue.close)
             self._counts = Counter(catalogue_damaged=damaged) + (self._catalogue.clean() if is_alone else Counter())
             directory_lock.share()
-            self._reader = opened.enter_context(contextlib.closing(Catalogue(self._files)))
+            self._reader = opened.enter_context(contextlib.closing(CatalogueReader(self._files)))
             self._writer = opened.enter_context(contextlib.closing(Writer(max_backlog_bytes)))
             self._load()
             self._opened = opened.pop_all()
@@ -111,7 +111,7 @@ class DiskTier:
             try:
                 return self._files.read(record, row.num_bytes, row.digest)
             except BadPayload as bad:
-                self._counts[bad.reason if self._is_current(row) else "missing"] += 1
+                self._counts[bad.reason if self._reader.is_current(row) else "missing"] += 1
                 self.remove(record.key)
                 return None
 
@@ -166,9 +166,8 @@ class DiskTier:
 
     def _load(self) -> None:
         """Take up what the directory holds, as far as the budget goes."""
-        self._read_version, self._synced_version = self._reader.version(), self._catalogue.version()
-        rows, damaged = self._reader.rows()
-        self._last_id = max([row.id for row in rows] + [id for id, _ in damaged], default=0)
+        self._synced_version = self._catalogue.version()
+        rows, damaged = self._reader.all_rows()
         kept, unwanted = within(self.budget, rows)
         self._counts += Counter(damaged=len(damaged), evicted=len(unwanted))
         self.rows = {row.key: row for row in kept}
@@ -179,22 +178,19 @@ class DiskTier:
     def _take_up(self) -> None:
         """Take up what other processes have written; the first failure is the last attempt."""
         try:
-            version = self._reader.version()
-            if version == self._read_version:
-                return
-            rows, _ = self._reader.rows(after=self._last_id)
+            rows = self._reader.new_rows()
         except sqlite3.Error as error:
             self._polls = False
             self._failed("catalogue_failed", error)
             return
-        self._read_version = version
+        if rows is None:
+            return
         for row in rows:
-            self._last_id = max(self._last_id, row.id)
             if (row.key, row.digest) not in self._leaving:
                 self._adopt(row)
         self._writer.submit(lambda: self._attempt(self._sync))
 
-    def _adopt(self, row: Row) -> None:
+    def _adopt(self, row: CatalogueRow) -> None:
         """Take up a row that is in the catalogue; it is news unless it is one of ours."""
         known = self.rows.get(row.key)
         if known is not None and known.digest == row.digest:
@@ -214,19 +210,11 @@ class DiskTier:
         if (row := self._forget(key)) is not None:
             self._leaving.add((key, row.digest))
 
-    def _forget(self, key: bytes) -> Row | None:
+    def _forget(self, key: bytes) -> CatalogueRow | None:
         self._waiting.pop(key, None)
         self._used.pop(key, None)
         self.budget.remove(key)
         return self.rows.pop(key, None)
-
-    def _is_current(self, row: Row) -> bool:
-        """Whether the catalogue still has this row; another process may have replaced the chunk."""
-        try:
-            now = self._reader.get(row.key)
-        except sqlite3.Error:
-            return True
-        return now is not None and now.digest == row.digest
 
     def _failed(self, reason: str, error: Exception) -> None:
         self._counts[reason] += 1
@@ -238,7 +226,7 @@ class DiskTier:
         """Write a chunk, unless it was dropped. What fails costs only the disk."""
         try:
             data, now = encode(record, stored), time.time()
-            row = Row(0, record, len(data), digest_of(data), False, now, now)
+            row = CatalogueRow(0, record, len(data), digest_of(data), False, now, now)
             if not self._make_room(row):
                 return
             self._erase()
@@ -252,7 +240,7 @@ class DiskTier:
                 self._failed("write_failed", error)
                 self._give_up(record)
 
-    def _make_room(self, row: Row) -> bool:
+    def _make_room(self, row: CatalogueRow) -> bool:
         """Account for a chunk that is about to be written; False if it waits no longer, or there is no room."""
         with self._lock:
             if not self._waits(row.record):

@@ -73,12 +73,12 @@ def private_directory(path: Path) -> Path:
     path = path.resolve()
     if not path.exists():
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
-    if found.st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to user {found.st_uid}, not to {os.getuid()}, who runs this")
-    if mode := stat.S_IMODE(found.st_mode) & 0o077:
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.getuid()}, who runs this")
+    if mode := stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"{path} is open to others (mode bits {mode:03o}): chmod 700 {path}")
     return path
 

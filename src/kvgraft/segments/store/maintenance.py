@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import Catalogue, Row, check_is_ours, within
+from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, check_is_ours, within
 from kvgraft.segments.store.files import CATALOGUE, BadPayload, DirectoryLock, PayloadFiles, private_directory
 
 
@@ -36,12 +36,12 @@ class StoreDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def list(self, namespace: str | None = None) -> list[Row]:
+    def list(self, namespace: str | None = None) -> list[CatalogueRow]:
         """All chunks, or those of a namespace, least recently used first."""
         rows, _ = self._catalogue.rows()
         return [row for row in rows if namespace in (None, row.record.chunk.namespace)]
 
-    def show(self, prefix: str) -> Row:
+    def show(self, prefix: str) -> CatalogueRow:
         """The chunk whose key in hexadecimal begins like this.
 
         Raises:
@@ -58,13 +58,13 @@ class StoreDirectory:
             raise KeyError(f"no stored segment has a key that begins with {prefix!r}")
         return row
 
-    def pin(self, prefix: str, pinned: bool = True) -> Row:
+    def pin(self, prefix: str, pinned: bool = True) -> CatalogueRow:
         """Never evict the chunk that `show` shows, or allow it again; what it was before."""
         row = self.show(prefix)
         self._catalogue.set_pinned(row.key, pinned)
         return row
 
-    def drop(self, prefix: str) -> Row:
+    def drop(self, prefix: str) -> CatalogueRow:
         """Remove the chunk that `show` shows, which is returned."""
         row = self.show(prefix)
         self._catalogue.remove([(row.key, None)])

@@ -1,6 +1,5 @@
 """Tiers below device memory for the KV of text that was read: host memory, and a directory that outlasts us."""
 
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,12 +10,10 @@ import numpy as np
 
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import CatalogueDamaged
 from kvgraft.segments.store.chunk import Chunk, Payload, Record, StoredBlock
-from kvgraft.segments.store.disk import DiskTier, Gone
-from kvgraft.segments.store.memory import MemoryTier
+from kvgraft.segments.store.disk import Gone
 from kvgraft.segments.store.register import Register
+from kvgraft.segments.store.tiers import Tiers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,14 +77,7 @@ class SegmentStore:
         self._closed = False
         self._register = Register(block_size, chunk_blocks, similarity, anchors)
         self._appeared: dict[bytes, Record] = {}  # of what can be found, what nobody has been told yet
-        self._memory = MemoryTier(Budget(ram_bytes, quota))
-        self._disk: DiskTier | None = None
-        if directory is not None:
-            try:
-                self._disk = DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes)
-            except (CatalogueDamaged, sqlite3.Error) as error:
-                raise CatalogueDamaged(f"the catalogue of {directory} cannot be used: {error}") from error
-        self._tiers: list[MemoryTier | DiskTier] = [self._memory] if self._disk is None else [self._memory, self._disk]
+        self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes)
         self._look_around()
 
     def __enter__(self) -> "SegmentStore":
@@ -107,18 +97,18 @@ class SegmentStore:
     def counts(self) -> Counter[str]:
         """What has happened so far, by the names above."""
         with self._lock:
-            return self._counts + (self._disk.counts if self._disk else Counter())
+            return self._counts + self._tiers.counts
 
     @property
     def ram_nbytes(self) -> int:
         """Bytes of payload in host memory, without those that only wait to be written."""
         with self._lock:
-            return self._memory.budget.nbytes
+            return self._tiers.memory.budget.nbytes
 
     @property
     def disk_nbytes(self) -> int:
         """Bytes of the payload files, as far as this process knows."""
-        return self._disk.nbytes if self._disk else 0
+        return self._tiers.disk.nbytes if self._tiers.disk else 0
 
     def put(self, chunk: Chunk, payload: Payload) -> bool:
         """Keep a chunk; its file is written later. A known one counts as used, and is written if it was not.
@@ -139,7 +129,9 @@ class SegmentStore:
             self._look_around()
             known = self._register.get(chunk.key)
             if known is not None and (self.int8 or not known.int8):
-                self._put_again(known)
+                self._counts["known"] += 1
+                self._tiers.touch(known.key)
+                self._tiers.write_missing(known)
                 return False
         try:
             stored = record.pack(payload)
@@ -150,7 +142,13 @@ class SegmentStore:
         with self._lock:
             if known is not None:
                 self._drop(chunk.key)  # the same as int8
-            return self._keep(record, stored)
+            evicted = self._tiers.put(record, stored)
+            if evicted is None:
+                return False
+            self._register.add(record)
+            self._counts["stored"] += 1
+            self._left(evicted)
+            return True
 
     def take_appeared(self) -> list[Record]:
         """What can be found that was not put here: all of it at first, then what has come since the last call."""
@@ -165,7 +163,7 @@ class SegmentStore:
             self._look_around(others=False)
             known = key in self._register
             if known:
-                self._touch(key)
+                self._tiers.touch(key)
             return known
 
     def match(
@@ -216,8 +214,7 @@ class SegmentStore:
         self.flush()
         with self._lock:
             self._check_known(key)
-            tier = self._disk if self._disk and key in self._disk else self._memory
-            tier.pin(key, pinned)
+            self._tiers.pin(key, pinned)
         self.flush()
 
     def drop(self, key: bytes) -> None:
@@ -228,8 +225,8 @@ class SegmentStore:
 
     def flush(self) -> None:
         """Wait until all that was put is written."""
-        if self._disk and not self._closed:
-            self._disk.flush()
+        if self._tiers.disk and not self._closed:
+            self._tiers.flush()
             with self._lock:
                 self._look_around()
 
@@ -237,78 +234,47 @@ class SegmentStore:
         """Write all that was put, then let the directory go. Nothing can be put or fetched any more."""
         if not self._closed:
             self.flush()
-            if self._disk:
-                self._disk.close()
+            self._tiers.close()
             self._closed = True
 
     # What follows needs the lock to be held.
 
-    def _put_again(self, known: Record) -> None:
-        """Note that a chunk was put that is known; it is written if it was not."""
-        self._counts["known"] += 1
-        self._touch(known.key)
-        if self._disk and known.key not in self._disk and (stored := self._memory.get(known)) is not None:
-            self._disk.put(known, stored)
-
-    def _keep(self, record: Record, stored: dict[str, "Tensor"]) -> bool:
-        """Put a chunk into every tier that takes it, then name it; whether one has."""
-        evicted = [tier.put(record, stored) for tier in self._tiers]
-        if all(keys is None for keys in evicted):
-            if self._disk is None:  # which has counted it
-                self._counts["too_large"] += 1
-            return False
-        self._register.add(record)
-        self._counts["stored"] += 1
-        self._left(key for keys in evicted for key in keys or ())
-        return True
-
     def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
-        found: list[StoredBlock | None] = [None] * len(wanted)
+        blocks: list[StoredBlock | None] = [None] * len(wanted)
         by_key: dict[bytes, list[tuple[int, Record, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
                 by_key.setdefault(held[0].key, []).append((at, *held))
-        for key in sorted(by_key, key=lambda key: key not in self._memory):  # before it is pushed out
+        for key in sorted(by_key, key=lambda key: key not in self._tiers.memory):  # before it is pushed out
             if (stored := self._load(by_key[key][0][1], len(by_key[key]))) is not None:
                 for at, record, place in by_key[key]:
-                    found[at] = record.block(stored, place)
-        return found
+                    blocks[at] = record.block(stored, place)
+        return blocks
 
     def _load(self, record: Record, num_blocks: int) -> "dict[str, Tensor] | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
-        self._touch(record.key)
-        for tier in self._tiers:
-            if (stored := tier.get(record)) is not None:
-                self._counts[tier.hits] += num_blocks
-                if tier is not self._memory:
-                    self._left(self._memory.put(record, stored) or ())
-                return stored
-        if not self._holds(record.key):
+        self._tiers.touch(record.key)
+        stored, evicted = self._tiers.get(record, num_blocks)
+        self._left(evicted)
+        if stored is None and record.key not in self._tiers:
             self._forget(record.key)
-        return None
-
-    def _holds(self, key: bytes) -> bool:
-        return any(key in tier for tier in self._tiers)
-
-    def _touch(self, key: bytes) -> None:
-        for tier in self._tiers:
-            tier.touch(key)
+        return stored
 
     def _left(self, keys: Iterable[bytes]) -> None:
         """These had to leave a tier: they are gone if no other one has them."""
         for key in keys:
-            if not self._holds(key):
+            if key not in self._tiers:
                 self._drop(key)
                 self._counts["evicted"] += 1
 
     def _drop(self, key: bytes) -> None:
         self._forget(key)
-        if self._disk:
-            self._disk.remove(key)
+        if self._tiers.disk:
+            self._tiers.disk.remove(key)
 
     def _forget(self, key: bytes) -> None:
         """Forget a chunk, whatever lies on disk."""
-        self._memory.remove(key)
+        self._tiers.memory.remove(key)
         self._register.remove(key)
         self._appeared.pop(key, None)
 
@@ -316,7 +282,7 @@ class SegmentStore:
         """Take notice of what has come to the disk and gone from it, before anything else is done (`DiskTier.poll`)."""
         if self._closed:
             raise ValueError("the segment store is closed")
-        for key, news in self._disk.poll(others=others).items() if self._disk else ():
+        for key, news in self._tiers.poll(others=others).items():
             if news is Gone.EVICTED:
                 self._left([key])
                 continue

@@ -24,14 +24,14 @@ def _key_order(size: int, head_dim: int, isa: str, dtype: torch.dtype) -> Tensor
     Found by writing numbered keys, in digits that even bfloat16 holds exactly.
     """
     numbers = torch.arange(size * head_dim).view(size, 1, head_dim)
-    found = torch.zeros(size * head_dim, dtype=torch.int64)
+    places = torch.zeros(size * head_dim, dtype=torch.int64)
     for digit in range(3):
         keys = (numbers // 128**digit % 128).to(dtype).contiguous()
         scratch = torch.zeros(1, 1, 2 * size, head_dim, dtype=dtype)
         packed, values = scratch.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(keys, keys, packed, values, torch.arange(size), isa)
-        found += packed.reshape(-1).long() * 128**digit
-    return found.argsort()
+        places += packed.reshape(-1).long() * 128**digit
+    return places.argsort()
 
 
 @cache

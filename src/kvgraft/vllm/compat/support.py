@@ -13,7 +13,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -120,7 +120,7 @@ def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _residual_reasons(config: VllmConfig) -> Iterator[str]:
-    residual_layers = Settings.of(config).kept_residual_layers(
+    residual_layers = KVGraftSettings.of(config).kept_residual_layers(
         config.model_config.get_num_layers(config.parallel_config)
     )
     if residual_layers and not config.model_config.enforce_eager:
@@ -133,7 +133,7 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
 
 def _store_reasons(config: VllmConfig) -> Iterator[str]:
     events = config.kv_events_config
-    if Settings.of(config).store is not None and events is not None and events.enable_kv_cache_events:
+    if KVGraftSettings.of(config).store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
 
 

@@ -1,4 +1,4 @@
-"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is frozen, what is offered."""
+"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is offered."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from kvgraft.segments.frozen import FrozenPool
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import Control
 from kvgraft.vllm.pool import SharedPool
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 class Planner:
@@ -28,7 +28,7 @@ class Planner:
         self,
         kv_cache_manager: Any,
         block_size: int,
-        settings: Settings,
+        settings: KVGraftSettings,
         frozen_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:
@@ -91,37 +91,6 @@ class Planner:
                 offer, tokens, np.array(blocks[:stop]), offer.exact_blocks(stop, size), unlimited=unlimited
             )
 
-    def apply(self, state: RequestState, blocks: list[int]) -> dict[str, Any]:
-        """Carry out a control request that has finished.
-
-        Returns:
-            `list`: all `segments` of the namespace. Others: the `segment` as it is or was, and `num_segments` that
-            there are now. Or an `error` and its `status`.
-        """
-        control, namespace = state.options, state.namespace
-        if not isinstance(control, Control):
-            raise TypeError(f"{control!r} is no control operation")
-        if control.op == "freeze":
-            num_blocks = state.request.num_prompt_tokens // self.block_size
-            if not num_blocks:
-                return _error(400, f"nothing to freeze: the text fills no block of {self.block_size} tokens")
-            held = self.frozen.pages
-            self.pool.hit_counts[[page for page in blocks[:num_blocks] if page not in held]] = 0
-            try:
-                pages, owner = blocks[:num_blocks], control.owner or namespace
-                entry = self.frozen.insert(control.name, namespace, pages, owner, control.quota)
-            except ValueError as error:
-                return _error(409, str(error))
-            return {"segment": self._describe(entry), "num_segments": len(self.frozen.list(namespace))}
-        entries = self.frozen.list(namespace)
-        if control.op == "list":
-            return {"segments": [self._describe(entry) for entry in entries]}
-        named = next((entry for entry in entries if entry.name == control.name), None)
-        if named is None:
-            return _error(404, f"no frozen segment {control.name!r}")
-        self.frozen.delete(control.name, namespace)
-        return {"segment": self._describe(named), "num_segments": len(entries) - 1}
-
     def clear(self) -> bool:
         """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
         if self.pool.num_used > len(self.frozen.pages):
@@ -154,16 +123,3 @@ class Planner:
 
     def _is_live(self, candidate: Candidate) -> bool:
         return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())
-
-    def _describe(self, entry: Any) -> dict[str, Any]:
-        return {
-            "name": entry.name,
-            "num_tokens": len(entry.pages) * self.block_size,
-            "num_blocks": len(entry.pages),
-            "num_shed": entry.num_shed,
-            "hits": int(self.pool.hit_counts[list(entry.pages)].max(initial=0)),
-        }
-
-
-def _error(status: int, text: str) -> dict[str, Any]:
-    return {"error": text, "status": status}

@@ -17,20 +17,22 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
-from kvgraft.vllm.compat import hide_answer, on_cache_reset, set_prompt
+from kvgraft.vllm.compat import hide_answer, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.early_reports import EarlyReports
 from kvgraft.vllm.connector.eligibility import ReuseEligibility
+from kvgraft.vllm.connector.frozen_controls import FrozenControls
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.recovery import Job, RecoveryResult
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 
@@ -43,7 +45,7 @@ class SchedulerSide:
     """Follows every request from arrival to end."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self.settings = Settings.of(config)
+        self.settings = KVGraftSettings.of(config)
         self.known: Planner
         self.stored: StoreScheduler | None
         self._flow = program_of(config)
@@ -74,6 +76,8 @@ class SchedulerSide:
         self.stored = StoreScheduler(self.known, self._num_ranks) if self.settings.store else None
         self._early_reports = EarlyReports(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
+        self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
+        self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
         on_cache_reset(kv_cache_manager, self.forget)
 
@@ -108,7 +112,8 @@ class SchedulerSide:
             state.num_exact = state.offer.first_approximate = request.num_prompt_tokens
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
-            self._condense(state, options.policy)
+            self._offer_running()
+            self._shorter_prompts.shorten(state, options.policy)
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
@@ -129,28 +134,6 @@ class SchedulerSide:
             return 0, False
         self._tentative[state.id] = state.candidate.sources
         return request.num_tokens - num_prefix, True
-
-    def _condense(self, state: RequestState, policy: KeepsDocuments) -> None:
-        """Let vLLM see a prompt of as many tokens as will be kept, so that it allocates no more blocks. Nobody finds
-        these blocks: they have the hashes of a nonce."""
-        self._offer_running()
-        state.documents = self.known.documents(state)
-        tokens, lengths = state.token_ids, [len(span) for span in state.documents]
-        if not self.known.is_worthwhile(sum(lengths), len(tokens)):
-            state.refusal = "too_little_known" if lengths else "no_known_text"
-            return
-        num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
-        state.whole = tuple(tokens)
-        set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
-        self._hiding.hide(state, 0)
-
-    def _expand(self, state: RequestState, reason: str) -> None:
-        """The request has its whole prompt again and is computed in full."""
-        self._hiding.give_up(state)
-        set_prompt(state.request, list(state.whole))
-        state.whole, state.documents, state.hashes = (), (), None
-        state.offer.first_approximate = state.num_exact
-        state.refusal = reason
 
     def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
         """vLLM has allocated the request's blocks; called again, without anything to load, after the recovery."""
@@ -213,7 +196,7 @@ class SchedulerSide:
             self._offer(state, blocks, request.num_computed_tokens, ended=True)
         self._hiding.give_up(state)
         if isinstance(state.options, Control):
-            return {KEY: self.known.apply(state, blocks)} if request.num_output_tokens else None
+            return {KEY: self._controls.apply(state, blocks)} if request.num_output_tokens else None
         state.report.registered_blocks = state.offer.num_entries
         return state.report.as_params()
 
@@ -247,7 +230,7 @@ class SchedulerSide:
             return True
         pool.release(candidate.sources)
         if state.whole:
-            self._expand(state, "pool_pressure")
+            self._shorter_prompts.restore(state, "pool_pressure")
         return False
 
     def _is_busy(self) -> bool:
@@ -284,7 +267,7 @@ class SchedulerSide:
         if outcome.failure is not None:
             state.refusal = state.reason = outcome.failure
             if state.whole:
-                self._expand(state, outcome.failure)
+                self._shorter_prompts.restore(state, outcome.failure)
             else:
                 self._hiding.reveal(state)
             self.reporting.admitted(state, None)

@@ -88,12 +88,12 @@ class StoreWorker:
     def _take_in(self, load: Load, fetched: Fetched) -> list[bool]:
         """Copy what was read into the blocks of the load; which of them have it."""
         arrived = [block is not None and self._fits(block) for block in fetched]
-        host, found = self._host, [block for block, ok in zip(fetched, arrived, strict=True) if block and ok]
-        if not found:
+        host, loaded = self._host, [block for block, ok in zip(fetched, arrived, strict=True) if block and ok]
+        if not loaded:
             return arrived
         pages = [page for page, ok in zip(load.blocks, arrived, strict=True) if ok]
         slots = slots_of(pages, host.block_size).to(host.device)
-        payload = {name: torch.cat([block.payload[name] for block in found], dim=1) for name in found[0].payload}
+        payload = {name: torch.cat([block.payload[name] for block in loaded], dim=1) for name in loaded[0].payload}
         shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
         keys, values = (payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values"))
         for index in range(host.num_layers):

@@ -12,7 +12,7 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
 from kvgraft.vllm.recovery import RecoveryQueue, RecoveryResult
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 class WorkerSide:
@@ -29,7 +29,7 @@ class WorkerSide:
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
         limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
-        settings = Settings.of(self._config)
+        settings = KVGraftSettings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
         host = ModelHost(runner, settings.kept_residual_layers(num_layers))

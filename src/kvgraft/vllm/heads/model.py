@@ -27,7 +27,7 @@ class HeadAttention(nn.Module):
         groups = whole.num_heads // whole.num_kv_heads
         self.query_size, self.key_size = groups * whole.head_size, whole.head_size
         heads: list[Attention] = []
-        for head, found in enumerate(head_map.classes[layer]):
+        for head, head_class in enumerate(head_map.classes[layer]):
             arguments: dict[str, Any] = {
                 "num_heads": groups,
                 "head_size": whole.head_size,
@@ -36,7 +36,7 @@ class HeadAttention(nn.Module):
                 "cache_config": cache_config,
                 "prefix": f"{whole.layer_name}.kv_head_{head}",
             }
-            if found is HeadClass.LOCAL:
+            if head_class is HeadClass.LOCAL:
                 heads.append(LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window))
             else:
                 heads.append(Attention(**arguments))

@@ -36,7 +36,7 @@ class SinkWindowManager(SlidingWindowManager):
         drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1, pcp_world_size: int = 1,
     ) -> Any:  # fmt: skip
         """As of the window, with the sinks; nothing if one of these is gone."""
-        found, length = super().find_longest_cache_hit(
+        hit_blocks, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
             drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size,
         )  # fmt: skip
@@ -47,13 +47,13 @@ class SinkWindowManager(SlidingWindowManager):
             supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
             alignment_tokens=alignment_tokens,
         )
-        for number in range(min(kv_cache_spec.sink_blocks, len(found[0]))):
+        for number in range(min(kv_cache_spec.sink_blocks, len(hit_blocks[0]))):
             cached = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
             if not cached:
                 return tuple([] for _ in kv_cache_group_ids), 0
-            for blocks, block in zip(found, cached, strict=True):
+            for blocks, block in zip(hit_blocks, cached, strict=True):
                 blocks[number] = block
-        return found, length
+        return hit_blocks, length
 
     @classmethod
     def reachable_block_mask(cls, start_block: int, *args: Any, kv_cache_spec: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
-    Settings.parse(args.kv_transfer_config.kv_connector_extra_config)
+    KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
     Keys.of(args)
     return args
 
@@ -80,48 +80,52 @@ def _make_parser() -> FlexibleArgumentParser:
     parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
-    own = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
-    own.add_argument("--kvgraft-policy", help="Of requests that name none: transitive, sparsex:recompute_share=0.2,...")
-    own.add_argument("--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits.")
-    own.add_argument(
+    group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
+    group.add_argument(
+        "--kvgraft-policy", help="Of requests that name none: transitive, sparsex:recompute_share=0.2,..."
+    )
+    group.add_argument(
+        "--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits."
+    )
+    group.add_argument(
         "--kvgraft-residual-layers",
         type=int,
         nargs="+",
         help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
     )
-    own.add_argument("--kvgraft-exits", type=_renamed, nargs="+", help=SUPPRESS)
-    own.add_argument(
+    group.add_argument("--kvgraft-exits", type=_renamed, nargs="+", help=SUPPRESS)
+    group.add_argument(
         "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
     )
-    own.add_argument(
+    group.add_argument(
         "--kvgraft-require-clean-context",
         action="store_true",
         default=None,
         help="Graft only text that stood at the beginning of what it was read in, as frozen text does.",
     )
-    own.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
-    own.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
-    own.add_argument("--kvgraft-frozen-quota", type=float, help="Share of that which one tenant may take.")
-    own.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
-    own.add_argument("--kvgraft-store-dir", help="Directory for exact blocks, which outlasts the server.")
-    own.add_argument("--kvgraft-store-ram-gib", type=float, help="Host memory for exact blocks that vLLM reclaims.")
-    own.add_argument("--kvgraft-store-disk-gib", type=float, help="Size of the store's directory.")
-    own.add_argument("--kvgraft-store-quota", type=float, help="Share of the store that one namespace may take.")
-    own.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
-    own.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
-    own.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
-    own.add_argument(
+    group.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
+    group.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
+    group.add_argument("--kvgraft-frozen-quota", type=float, help="Share of that which one tenant may take.")
+    group.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
+    group.add_argument("--kvgraft-store-dir", help="Directory for exact blocks, which outlasts the server.")
+    group.add_argument("--kvgraft-store-ram-gib", type=float, help="Host memory for exact blocks that vLLM reclaims.")
+    group.add_argument("--kvgraft-store-disk-gib", type=float, help="Size of the store's directory.")
+    group.add_argument("--kvgraft-store-quota", type=float, help="Share of the store that one namespace may take.")
+    group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
+    group.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
+    group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
+    group.add_argument(
         "--kvgraft-head-map",
         help="Instead of reuse: keep only sinks and windows of the heads that this map calls local (profile-heads).",
     )
-    own.add_argument(
+    group.add_argument(
         "--flow",
         "--kvgraft-flow",
         dest="kvgraft_flow",
         help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
         "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
     )
-    own.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
+    group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
 
 

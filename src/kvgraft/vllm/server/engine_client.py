@@ -121,7 +121,7 @@ class GuardedEngineClient:
         """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
 
         Returns:
-            The engine's answer, see `Planner.apply`; empty if the engine has no connector of ours.
+            The engine's answer, see `FrozenControls.apply`; empty if the engine has no connector of ours.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.

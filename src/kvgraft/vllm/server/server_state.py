@@ -9,7 +9,7 @@ from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.tenancy import Keyring, Salts
-from kvgraft.vllm.settings import Settings
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 class ServerState:
@@ -49,7 +49,7 @@ class ServerState:
         self._engine_client = GuardedEngineClient(engine_client, self.salts, self.request_log, self.default)
 
 
-def _settings(args: Namespace) -> Settings:
+def _settings(args: Namespace) -> KVGraftSettings:
     """What the connector is told."""
     config = getattr(args, "kv_transfer_config", None)
-    return Settings.parse(config.kv_connector_extra_config if config else {})
+    return KVGraftSettings.parse(config.kv_connector_extra_config if config else {})

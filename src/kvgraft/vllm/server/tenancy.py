@@ -73,11 +73,11 @@ class Keyring:
             return Principal(self._admin if self.has_keys else LOCAL, is_admin=True)
         if not self.has_keys:
             return Principal(LOCAL)
-        found = None
+        holder = None
         for tenant in self.tenants:  # all of them, so that the time taken tells nothing
             if hmac.compare_digest(shown, tenant.identity):
-                found = Principal(tenant)
-        return found
+                holder = Principal(tenant)
+        return holder
 
     def tenant(self, label: str | None) -> Tenant:
         """The tenant with this label; None means the only one.
@@ -129,11 +129,11 @@ def _lasting_secret(directory: Path) -> bytes:
         with suppress(FileExistsError):
             path.hardlink_to(temporary)
         temporary.unlink()
-    if len(found := path.read_bytes()) != 32:
+    if len(secret := path.read_bytes()) != 32:
         raise PermissionError(
-            f"{path} has {len(found)} bytes, not 32: remove it, and nothing that is stored is found again"
+            f"{path} has {len(secret)} bytes, not 32: remove it, and nothing that is stored is found again"
         )
-    return found
+    return secret
 
 
 def shown_key(authorization: str | None, *, basic: bool) -> str | None:

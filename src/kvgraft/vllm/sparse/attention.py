@@ -41,8 +41,8 @@ class SparseBackend(CPUAttentionBackend):
 
 
 @dataclass(frozen=True, eq=False)
-class SparseStep:
-    """Requests that a step decodes sparsely.
+class SparseMetadata:
+    """Requests that a step decodes sparsely: what is added to the metadata of its attention.
 
     Attributes:
         queries: int64 [r], rows of their tokens among those of the step.
@@ -72,7 +72,7 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
-        metadata.kvgraft_step = None
+        metadata.kvgraft_sparse = None
         if self.program is None or common.is_prefilling is None or common.causal is not True or self.window_size != -1:
             return metadata
         lengths = common.seq_lens.long()
@@ -90,7 +90,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             by_head = (pages[:, None] * self.num_kv_heads + heads[:, None]).flatten(0, 1)
             batch = Batch(by_head, lengths[rows].repeat_interleave(self.num_kv_heads), self.program.block_size)
             full = lengths[rows] // self.program.block_size
-            metadata.kvgraft_step = SparseStep(common.query_start_loc[rows].long(), pages, full, batch, others)
+            queries = common.query_start_loc[rows].long()
+            metadata.kvgraft_sparse = SparseMetadata(queries, pages, full, batch, others)
         return metadata
 
 
@@ -116,17 +117,18 @@ class SparseImpl(CPUAttentionBackendImpl):
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As in vLLM: query and output [n, Hq, d]."""
-        step: SparseStep | None = getattr(attn_metadata, "kvgraft_step", None)
+        sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
         program = self._program
-        if step is None or program is None or extract_layer_index(layer.layer_name) in program.flow.layers_skip:
+        if sparse is None or program is None or extract_layer_index(layer.layer_name) in program.flow.layers_skip:
             rest = output, output_scale, output_block_scale
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest)
-        if step.others is not None:
-            super().forward(layer, query, key, value, kv_cache, step.others, output)
+        if sparse.others is not None:
+            super().forward(layer, query, key, value, kv_cache, sparse.others, output)
         caches = self._of(kv_cache, program)
-        own = query[step.queries].view(-1, self.num_queries_per_kv, self.head_size)  # [r * Hkv, g, d]
-        found = caches.choose(own, step, layer.isa)
-        output[step.queries] = self._attend(layer, own, kv_cache, *found).view(-1, *output.shape[1:])
+        decoding = query[sparse.queries].view(-1, self.num_queries_per_kv, self.head_size)  # [r * Hkv, g, d]
+        tables, lengths = caches.choose(decoding, sparse, layer.isa)
+        attended = self._attend(layer, decoding, kv_cache, tables, lengths)
+        output[sparse.queries] = attended.view(-1, *output.shape[1:])
         return output
 
     def _of(self, kv_cache: Tensor, program: Program) -> "LayerCaches":
@@ -192,16 +194,16 @@ class LayerCaches:
         """Slots int64 [n] are written to."""
         self._written[slots[slots >= 0] // self._size] = True
 
-    def choose(self, query: Tensor, step: SparseStep, isa: str) -> tuple[Tensor, Tensor]:
+    def choose(self, query: Tensor, sparse: SparseMetadata, isa: str) -> tuple[Tensor, Tensor]:
         """As `LayerIndexer.choose`."""
         keys, values = (_Plain(self.kv_cache, self._head_dim, isa, which) for which in (0, 1))
         layer = self._indexer.at(slice(None), keys, values)
-        fresh = self._written[step.pages] & (torch.arange(step.pages.shape[1]) < step.full[:, None])
+        fresh = self._written[sparse.pages] & (torch.arange(sparse.pages.shape[1]) < sparse.full[:, None])
         if bool(fresh.any()):
-            pages = step.pages[fresh].unique()
+            pages = sparse.pages[fresh].unique()
             self._written[pages] = False
             layer.fill((pages[:, None] * self._num_heads + torch.arange(self._num_heads)).flatten())
-        return layer.choose(query, step.batch)
+        return layer.choose(query, sparse.batch)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvgraft.reuse.offer import Offer
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """Tokens, pages and progress of one request.
 
     Attributes:

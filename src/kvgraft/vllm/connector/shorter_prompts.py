@@ -1,0 +1,40 @@
+"""Prompts of which a part is kept: vLLM is given one of as many tokens as will be kept, so that it allocates no more
+blocks."""
+
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.vllm.compat import set_prompt
+from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.request_state import RequestState
+
+
+class ShorterPrompts:
+    """Puts a shorter prompt in the place of a request's own, and the whole one back if nothing can be kept after all.
+
+    Args:
+        known: finds the documents.
+        hiding: nobody may find the blocks of a shorter prompt: they have the hashes of a nonce.
+    """
+
+    def __init__(self, known: Planner, hiding: Hiding) -> None:
+        self._known, self._hiding = known, hiding
+
+    def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
+        """Let vLLM see as many tokens as the policy keeps, if enough of the prompt is known."""
+        state.documents = self._known.documents(state)
+        tokens, lengths = state.token_ids, [len(span) for span in state.documents]
+        if not self._known.is_worthwhile(sum(lengths), len(tokens)):
+            state.refusal = "too_little_known" if lengths else "no_known_text"
+            return
+        num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
+        state.whole = tuple(tokens)
+        set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
+        self._hiding.hide(state, 0)
+
+    def restore(self, state: RequestState, reason: str) -> None:
+        """The request has its whole prompt again and is computed in full."""
+        self._hiding.give_up(state)
+        set_prompt(state.request, list(state.whole))
+        state.whole, state.documents, state.hashes = (), (), None
+        state.offer.first_approximate = state.num_exact
+        state.refusal = reason
