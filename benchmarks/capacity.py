@@ -42,7 +42,7 @@ VLLM_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CapacityResult:
     """One context length; bytes are of the safetensors file of one session, None if none was written."""
 
     context: int
@@ -183,7 +183,7 @@ def main(
                 if payload and host == "native"
                 else [None, None]
             )
-            rows.append(Row(context, found[0], found[1], found[1] / found[0], *sizes))
+            rows.append(CapacityResult(context, found[0], found[1], found[1] / found[0], *sizes))
     configuration: dict[str, Any] = {
         "host": host, "layers": LAYERS, "KV heads": f"1 of {KV_HEADS} keeps everything", "sinks": SINKS,
         "window": WINDOW, "memory for": f"{dense_sessions} dense sessions",

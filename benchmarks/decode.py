@@ -60,7 +60,7 @@ FLOWS = ";".join(
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodeResult:
     """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the whole step and of
     its attention with the indexer, and shares of the step."""
 
@@ -182,7 +182,7 @@ class Vllm:
         return None if found is None else trace(found, block, 128, 2)
 
 
-def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
+def measure(host: Any, context: int, batch: int, rounds: int) -> list[DecodeResult]:
     """All sides in turn; then each once more, watched."""
     times = in_turn(host.sides, rounds)
     rows, dense = [], 0.0
@@ -199,7 +199,7 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
         dense = dense or own  # the first side
         shares = {stage: found / seconds for stage, found in clock.seconds.items()}
         step = statistics.median(column)
-        rows.append(Row(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
+        rows.append(DecodeResult(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
     return rows
 
 
@@ -262,7 +262,7 @@ def main(
     Console().print(table_of(rows))
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[DecodeResult]) -> Table:
     """One line a side, length and batch."""
     table = Table("", box=box.MARKDOWN)
     for name in ("context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
-from research.cross_query.divergence import DivergenceRow, Segment
+from research.cross_query.divergence import DivergenceRow, MovedSegment
 from research.cross_query.figures import summarise
 from research.cross_query.hypotheses import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
 from research.cross_query.numerics import judge_reindexing
@@ -25,7 +25,7 @@ ROW = StepRow(
     fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0, probed_segments=0,
     rejected_segments=0, restored_blocks=0, fallback=None,
 )  # fmt: skip
-SEGMENT = Segment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
+SEGMENT = MovedSegment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
 STEP = DivergenceRow("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
 
 
@@ -78,8 +78,8 @@ def test_figures_count_whole_episodes_only():
 
 
 def test_h2_means_accepted_segments():
-    rejected = Segment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
-    small = Segment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
+    rejected = MovedSegment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
+    small = MovedSegment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
     steps = [replace(STEP, seed=seed, segments=(SEGMENT, rejected, small)) for seed in range(3)]
     [verdict] = judge_boundaries([*steps, replace(STEP, condition="similar:halo_tokens=16")])
     assert (verdict.value, verdict.verdict, verdict.count) == (pytest.approx(0.02), HOLDS, 3)
