@@ -139,7 +139,7 @@ def row_of(form: str, length: int, place: str, mib: float, seconds: Mapping[str,
 
 def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
     """Seconds in which the store gives out a text that it has."""
-    scope = engine._scope("default")
+    scope = engine.scope_of("default")
     blocks = [block for match in store.match(np.array(known), scope) for block in match.pages.tolist()]
     start = time.perf_counter()
     found = store.fetch(blocks, scope)
