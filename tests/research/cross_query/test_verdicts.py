@@ -104,8 +104,9 @@ def test_h4_rotations_are_exact_and_fallbacks_are_compared():
     assert exact.value < 1e-6 < rounded.value
     steps = [replace(STEP, seed=seed) for seed in range(3)]
     [worst] = judge_fallbacks((), [*steps, replace(STEP, seed=2, kl=0.2, trusting=0.9)])
-    assert (worst.value, worst.verdict) == (pytest.approx(-(0.2 + 0.2 + 0.7) / 3), HOLDS)
-    assert (worst.details["worst"], worst.details["probe off"]) == (0.2, 0.9)
+    assert (worst.value, worst.verdict) == (pytest.approx((0.2 + 0.2 + 0.7) / 3), HOLDS)
+    assert worst.claim == "worst divergence is lower with fallbacks, by nats"
+    assert (worst.details["worst, nats"], worst.details["probe off"]) == (0.2, 0.9)
     every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe_tokens=0", 1.0, lost=50)]
     success, _ = judge_fallbacks(every, steps)
     assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == ("H4", HOLDS, 0.5)
