@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.kernels.watched import watched, watching
 from scenarios import make_random_model
+from tables import markdown_table
 
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072,
@@ -271,9 +271,8 @@ def main(
 
 def table_of(rows: list[DecodeResult]) -> Table:
     """One line a side, length and batch."""
-    table = Table("", box=box.MARKDOWN)
-    for name in ("context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES):
-        table.add_column(name, justify="right")
+    names = ("", "context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES)
+    table = markdown_table(names)
     for row in rows:
         shares = [f"{row.shares[stage]:.0%}" for stage in STAGES]
         table.add_row(
