@@ -20,10 +20,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -31,6 +29,7 @@ from kvgraft import Engine, Request, SamplingParams
 from kvgraft.engine.config import load_config
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadClass, HeadMap, StreamLayout
+from tables import markdown_table
 
 LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 8, 32, 64
 SINKS, WINDOW, STEP = 64, 256, 2048
@@ -42,7 +41,7 @@ VLLM_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CapacityResult:
     """One context length; bytes are of the safetensors file of one session, None if none was written."""
 
     context: int
@@ -183,7 +182,7 @@ def main(
                 if payload and host == "native"
                 else [None, None]
             )
-            rows.append(Row(context, found[0], found[1], found[1] / found[0], *sizes))
+            rows.append(CapacityResult(context, found[0], found[1], found[1] / found[0], *sizes))
     configuration: dict[str, Any] = {
         "host": host, "layers": LAYERS, "KV heads": f"1 of {KV_HEADS} keeps everything", "sinks": SINKS,
         "window": WINDOW, "memory for": f"{dense_sessions} dense sessions",
@@ -193,9 +192,8 @@ def main(
         print(json.dumps({"configuration": configuration, "rows": [asdict(row) for row in rows]}))
         return
     Console().print(configuration)
-    table = Table(box=box.MARKDOWN)
-    for name in ("context", "dense", "by head", "gain", "dense MiB", "by head MiB", "fewer bytes"):
-        table.add_column(name, justify="right")
+    names = ("context", "dense", "by head", "gain", "dense MiB", "by head MiB", "fewer bytes")
+    table = markdown_table(names)
     for row in rows:
         size = [f"{n / 2**20:.1f}" if n else "-" for n in (row.dense_bytes, row.by_head_bytes)]
         ratio = f"{row.dense_bytes / row.by_head_bytes:.1f}x" if row.dense_bytes and row.by_head_bytes else "-"

@@ -13,8 +13,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,19 +25,18 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine
-from kvgraft.decode import indexer as indexing
-from kvgraft.decode import operators
+from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import DENSE, parse_flow
-from kvgraft.engine import decode as decoding
 from kvgraft.engine.decoder import DTYPES
 from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.kernels.watched import watched, watching
 from scenarios import make_random_model
+from tables import markdown_table
 
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072,
@@ -51,7 +51,8 @@ MODELS: dict[str, tuple[str, Mapping[str, Any], int]] = {  # family, shape, numb
     "gqa": ("qwen3", SHAPE, 2 * 8 * 128),
     "mla": ("deepseek_v3", MLA, 512 + 64),
 }
-STAGES = ("indexer", "top-k", "attention")  # the indexer's share holds that of its top-k
+INDEXER, ATTENTION = "indexer", "attention"
+STAGES = (INDEXER, "top-k", ATTENTION)  # the indexer's share holds that of its top-k
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = ";".join(
     f"{flow},layers_skip=none"
@@ -60,7 +61,7 @@ FLOWS = ";".join(
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodeResult:
     """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the whole step and of
     its attention with the indexer, and shares of the step."""
 
@@ -76,51 +77,65 @@ class Row:
 
 
 class Clock:
-    """Seconds of each stage, while it runs."""
+    """Seconds of each stage; an indexer that runs inside attention, as vLLM's does, is no part of it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._open: list[str] = []
 
     @contextmanager
-    def watching(self, attention: Sequence[tuple[Any, str]]) -> Iterator[None]:
-        """Time the stages wherever they are called; attention are functions of modules, dense and sparse."""
-        places: dict[str, list[tuple[Any, str]]] = {
-            "indexer": [(indexing, "select"), (indexing, "tables"), (indexing, "fill")],
-            "top-k": [(operators, "radix_topk")],
-            "attention": [*attention],
-        }
-        before = [(owner, name, getattr(owner, name)) for found in places.values() for owner, name in found]
-        for stage, found in places.items():
-            for owner, name in found:
-                setattr(owner, name, self._timed(stage, getattr(owner, name)))
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count what happens inside."""
+        self._open.append(stage)
+        wait()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
-
-    def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
             wait()
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            wait()
-            self.seconds[stage] += time.perf_counter() - start
-            return result
-
-        return timed
+            seconds = time.perf_counter() - start
+            self._open.pop()
+            self.seconds[stage] += seconds
+            if stage == INDEXER and ATTENTION in self._open:
+                self.seconds[ATTENTION] -= seconds
 
 
 class Native:
     """The native engine, its pool full of random keys and values."""
 
-    name, watched = "native", ((indexing, "block_sparse_attention"), (decoding, "segpaged_attention"))
+    name = "native"
 
     def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
         pages, (dtype, device) = batch * (-(-context // block) + 1), place
         self.engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, block_size=block)
         steps = Steps(self.engine, context, batch)
         self.sides = {flow: steps.under(flow) for flow in [DENSE, *flows]}
+
+
+class Attention:
+    """vLLM's implementation of one attention layer, watched, and without what prompts would take."""
+
+    def __init__(self, impl: Any) -> None:
+        self._impl = impl
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._impl, name)
+
+    @watched(ATTENTION)
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *rest: Any,
+        **named: Any,
+    ) -> Any:  # fmt: skip
+        """As in vLLM; zeros for a step that reads a prompt."""
+        if attn_metadata is not None and attn_metadata.max_query_len > 1:
+            return output.zero_()
+        return self._impl.forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **named)
+
+    def under(self, program: Program | None) -> "Attention":
+        """The same layer under a flow, with caches of its own."""
+        impl = copy(self._impl)
+        impl.follow(program)
+        return Attention(impl)
 
 
 class Vllm:
@@ -130,76 +145,68 @@ class Vllm:
 
     def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
         from vllm import LLM, SamplingParams
-        from vllm import _custom_ops as ops
 
         from kvgraft.vllm.compat import FLOW, WORKER_CLASS
         from kvgraft.vllm.sparse.attention import SparseImpl
 
-        self.watched = ((ops, "cpu_attention_with_kv_cache"), (ops, "cpu_attn_get_scheduler_metadata"))
         blocks = batch * (-(-(context + 4096) // block) + 1) + 1
         self.llm = LLM(
             str(folder), dtype=place[0], enforce_eager=True, block_size=block, max_model_len=context + 4096,
             num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * block * 8 * 128 * 2 * 4 * 4,
             enable_prefix_caching=False, worker_cls=WORKER_CLASS, additional_config={FLOW: flows[0]},
         )  # fmt: skip
-        engine = self.llm.llm_engine
-        runner = engine.model_executor.driver_worker.worker.model_runner
-        builder = runner.attn_groups[0][0].get_metadata_builder()
-        impls = [m.impl for m in runner.get_model().modules() if isinstance(getattr(m, "impl", None), SparseImpl)]
-        forward = SparseImpl.forward
-
-        def skipping(impl: Any, *args: Any, **kwargs: Any) -> Any:
-            metadata, output = args[5], args[6] if len(args) > 6 else kwargs["output"]
-            if metadata is not None and metadata.max_query_len > 1:
-                return output.zero_()
-            return forward(impl, *args, **kwargs)
-
-        SparseImpl.forward = skipping  # type: ignore[method-assign, assignment]
+        self._engine = self.llm.llm_engine
+        runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self._builder = runner.attn_groups[0][0].get_metadata_builder()
+        modules = [m for m in runner.get_model().modules() if isinstance(getattr(m, "impl", None), SparseImpl)]
+        self._programs = {flow: self._program(flow, block) for flow in [DENSE, *flows]}
+        self._layers = {  # by flow
+            flow: [(module, Attention(module.impl).under(program)) for module in modules]
+            for flow, program in self._programs.items()
+        }
+        self._choose(flows[0])
         prompt = {"prompt_token_ids": np.random.default_rng(0).integers(1, 4096, context).tolist()}
+        sampling = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
         for number in range(batch):
-            engine.add_request(str(number), prompt, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True))
-        scheduler = engine.engine_core.engine_core.scheduler
+            self._engine.add_request(str(number), prompt, sampling)
+        scheduler = self._engine.engine_core.engine_core.scheduler
         while not all(r.num_output_tokens > 1 for r in scheduler.requests.values()):
-            engine.step()
-        programs = {flow: self._program(flow, block) for flow in [DENSE, *flows]}
-        caches: dict[str, dict[Any, Any]] = {flow: dict.fromkeys(impls) for flow in programs}
-        self._now = flows[0]
+            self._engine.step()
+        self.sides: dict[str, Step] = {flow: partial(self._step, flow) for flow in self._programs}
 
-        def step(flow: str) -> None:
-            for impl in impls:
-                caches[self._now][impl] = impl._caches
-                impl._program, impl._caches = programs[flow], caches[flow][impl]
-            builder.program, self._now = programs[flow], flow
-            engine.step()
+    def _choose(self, flow: str) -> None:
+        for module, attention in self._layers[flow]:
+            module.impl = attention
+        self._builder.program = self._programs[flow]
 
-        self.sides: dict[str, Step] = {flow: partial(step, flow) for flow in programs}
+    def _step(self, flow: str) -> None:
+        self._choose(flow)
+        self._engine.step()
 
     @staticmethod
-    def _program(flow: str, block: int) -> Any:
-        from kvgraft.decode.flow import trace
-
+    def _program(flow: str, block: int) -> Program | None:
         found = parse_flow(flow)
         return None if found is None else trace(found, block, 128, 2)
 
 
-def measure(host: Any, context: int, batch: int, rounds: int) -> list[Row]:
+def measure(host: Any, context: int, batch: int, rounds: int) -> list[DecodeResult]:
     """All sides in turn; then each once more, watched."""
     times = in_turn(host.sides, rounds)
     rows, dense = [], 0.0
     for name, column in times.items():
         clock, seconds = Clock(), 0.0
-        with clock.watching(host.watched):
+        with watching(clock.timed):
             for _ in range(rounds):
                 start = time.perf_counter()
                 host.sides[name]()
                 wait()
                 seconds += time.perf_counter() - start
         ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], column, strict=True))
-        own = clock.seconds["indexer"] + clock.seconds["attention"]
+        own = clock.seconds[INDEXER] + clock.seconds[ATTENTION]
         dense = dense or own  # the first side
         shares = {stage: found / seconds for stage, found in clock.seconds.items()}
         step = statistics.median(column)
-        rows.append(Row(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
+        rows.append(DecodeResult(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
     return rows
 
 
@@ -262,11 +269,10 @@ def main(
     Console().print(table_of(rows))
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[DecodeResult]) -> Table:
     """One line a side, length and batch."""
-    table = Table("", box=box.MARKDOWN)
-    for name in ("context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES):
-        table.add_column(name, justify="right")
+    names = ("", "context", "batch", "step ms", "tokens/s", "faster", "attention faster", *STAGES)
+    table = markdown_table(names)
     for row in rows:
         shares = [f"{row.shares[stage]:.0%}" for stage in STAGES]
         table.add_row(

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
+from tables import line_of_settings
 
 BLOCKS = [10_000, 100_000, 1_000_000, 10_000_000]
 SOURCE_BLOCKS = 1024
@@ -152,7 +153,7 @@ def main(
         print(json.dumps({"configuration": configuration, "results": [asdict(result) for result in results]}, indent=2))
     else:
         console = Console()
-        console.print(", ".join(f"{name} {value}" for name, value in configuration.items()))
+        console.print(line_of_settings(configuration))
         console.print(results_table(results))
 
 

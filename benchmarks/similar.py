@@ -25,6 +25,7 @@ from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.similar import SimilarIndex
+from tables import line_of_settings
 
 app = typer.Typer(add_completion=False, help=__doc__)
 SCOPE = scope_digest("benchmark", "similar")
@@ -135,7 +136,7 @@ def accuracy(
     if as_json:
         print(json.dumps({"configuration": configuration, "results": [asdict(row) for row in rows]}, indent=1))
         return
-    console.print(", ".join(f"{name} {value}" for name, value in configuration.items()))
+    console.print(line_of_settings(configuration))
     table = Table("tau", "edited", "kind", "proposed", "precision", "recall", "chunks", "exact", "similar")
     for row in rows:
         shown = (f"{value:.3f}" for value in (row.recall, row.chunks, row.exact, row.similar))
@@ -282,7 +283,7 @@ def lookup(
     if as_json:
         print(json.dumps({"configuration": {**setup, **machine}, "result": asdict(result)}, indent=1))
         return
-    console.print(", ".join(f"{name} {value}" for name, value in {**setup, **machine}.items()))
+    console.print(line_of_settings({**setup, **machine}))
     table = Table("", "")
     for name, value in asdict(result).items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:,.3f}")

@@ -23,15 +23,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.segments.store import SegmentStore, StoreOptions
+from tables import line_of_settings, markdown_table
 from ttft import ONE_TOKEN, SHAPE, make_model
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -139,7 +138,7 @@ def row_of(form: str, length: int, place: str, mib: float, seconds: Mapping[str,
 
 def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
     """Seconds in which the store gives out a text that it has."""
-    scope = engine._scope("default")
+    scope = engine.scope_of("default")
     blocks = [block for match in store.match(np.array(known), scope) for block in match.pages.tolist()]
     start = time.perf_counter()
     found = store.fetch(blocks, scope)
@@ -311,7 +310,7 @@ def report(settings: dict[str, Any], rows: Sequence[Any], as_json: bool) -> None
     if as_json:
         print(json.dumps({"configuration": settings, "rows": found}))
         return
-    console.print(", ".join(f"{name} {value}" for name, value in settings.items()))
+    console.print(line_of_settings(settings))
     first = next(iter(found[0]))
     groups = {title: [row for row in found if row[first] == title] for title in {row[first]: 0 for row in found}}
     if len(groups) == len(found):
@@ -322,9 +321,8 @@ def report(settings: dict[str, Any], rows: Sequence[Any], as_json: bool) -> None
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title or None, box=box.MARKDOWN)
-    for name, value in rows[0].items():
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    first = {name.replace("_", " "): value for name, value in rows[0].items()}
+    table = markdown_table([*first], [name for name, value in first.items() if isinstance(value, str)], title)
     for row in rows:
         table.add_row(*map(as_text, row.values()))
     console.print(table)

@@ -1,9 +1,9 @@
-"""What the load generator prints."""
+"""Tables of benchmarks, and what the load generator prints."""
 
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,22 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+def markdown_table(names: Sequence[str], words: Collection[str] = ("",), title: str = "") -> Table:
+    """An empty one of these columns; those that hold words are left-aligned, figures right."""
+    table = Table(title=title or None, box=box.MARKDOWN)
+    for name in names:
+        table.add_column(name, justify="left" if name in words else "right")
+    return table
+
+
+def line_of_settings(settings: Mapping[str, object]) -> str:
+    """What figures depend on, in one line."""
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
 def table_of(summaries: Mapping[str, Summary]) -> Table:
     """One column for each summary."""
-    table = Table("", box=box.MARKDOWN)
-    for name in summaries:
-        table.add_column(name, justify="right")
+    table = markdown_table(["", *summaries])
     for name, value, form in ROWS:
         table.add_row(name, *(_text(value(summary), form) for summary in summaries.values()))
     for name, counts in (("errors", lambda s: s.errors), ("not grafted because", lambda s: s.reasons)):
@@ -49,9 +60,8 @@ def table_of(summaries: Mapping[str, Summary]) -> Table:
 
 def comparison_of(rounds: Sequence[tuple[Summary, Summary]]) -> Table:
     """Medians over rounds of plain vLLM and ours, and the median of the paired ratios."""
-    table = Table("", title=f"medians of {len(rounds)} rounds, alternating", box=box.MARKDOWN)
-    for name in ("plain", "ours", "ours / plain"):
-        table.add_column(name, justify="right")
+    title = f"medians of {len(rounds)} rounds, alternating"
+    table = markdown_table(["", "plain", "ours", "ours / plain"], title=title)
     for name, value, form in ROWS:
         plain, ours = ([value(pair[side]) for pair in rounds] for side in (0, 1))
         ratios = [b / a for a, b in zip(plain, ours, strict=True) if a and b]

@@ -1,8 +1,11 @@
 """The agents' experiment: run it, measure divergences, decide the hypotheses, compare reruns."""
 
-from dataclasses import replace
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +23,7 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 from research.cross_query.conditions import find_conditions
 from research.cross_query.figures import summarise
-from research.cross_query.runner import ROWS, ExperimentSettings, read_rows, run
+from research.cross_query.runner import ROWS, ExperimentSettings, StepRow, read_rows, run
 
 app = typer.Typer(
     name="python -m research.cross_query",
@@ -29,72 +32,101 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-SuiteOption = Annotated[str, typer.Option(help="By commas: qa, tools.")]
-SeedsOption = Annotated[str, typer.Option(help="By commas; ranges as 0-4.")]
-EpisodesOption = Annotated[int, typer.Option(help="Of each suite and seed.")]
-ConditionsOption = Annotated[str, typer.Option(help="By commas; main, ablations and all are groups.")]
-OutOption = Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")]
-VariationOption = Annotated[str, typer.Option(help="How prompts nearly repeat, by commas: plain, adversarial.")]
-PagesOption = Annotated[int, typer.Option(help="Pages of each condition's KV pool.")]
-ApproximateOption = Annotated[
-    bool, typer.Option("--approximate-sources/--no-approximate-sources", help="Graft what was computed after a graft.")
-]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="What `run`, `kl` or `stability` wrote.")]
 
 
+@dataclass(frozen=True)
+class Experiment:
+    """What all commands take that ask a model."""
+
+    suite: Annotated[str, typer.Option(help="By commas: qa, tools.")] = "qa,tools"
+    seeds: Annotated[str, typer.Option(help="By commas; ranges as 0-4.")] = "0"
+    episodes: Annotated[int, typer.Option(help="Of each suite and seed.")] = 10
+    conditions: Annotated[str, typer.Option(help="By commas; main, ablations and all are groups.")] = "main"
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
+        "results/agents/main"
+    )
+    variation: Annotated[str, typer.Option(help="How prompts nearly repeat, by commas: plain, adversarial.")] = "plain"
+    approximate_sources: Annotated[
+        bool,
+        typer.Option("--approximate-sources/--no-approximate-sources", help="Graft what was computed after a graft."),
+    ] = True
+    pages: Annotated[int, typer.Option(help="Pages of each condition's KV pool.")] = 4096
+    model: ModelOption = MODEL_DIR
+    dtype: DtypeOption = "float32"
+    device: DeviceOption = "cpu"
+
+    def settings(self, rounds: int = 1, sampling: str = "greedy") -> ExperimentSettings:
+        """Each seed so many times, with answers drawn so."""
+        found = find_conditions(self.conditions)
+        chosen = tuple(replace(one, approximate_sources=self.approximate_sources) for one in found)
+        return ExperimentSettings(
+            _split(self.suite), _parse_seeds(self.seeds), chosen, self.episodes, rounds, _split(self.variation),
+            sampling, self.pages,
+        )  # fmt: skip
+
+    def run(self, settings: ExperimentSettings) -> list[StepRow]:
+        """All episodes, while a bar shows how far they are."""
+        with progress_bar(progress_console, "running agents") as on_progress:
+            return run(settings, self.model, self.out, on_progress, dtype=self.dtype, device=self.device)
+
+
+def _with_experiment(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make options of a command's first parameter, an `Experiment`; the defaults are the command's own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        _, *own = signature.parameters.values()
+        shared = [
+            inspect.Parameter(one.name, _KEYWORD, default=defaults.get(one.name, one.default), annotation=one.type)
+            for one in fields(Experiment)
+        ]
+        options = [*shared, *(one.replace(kind=_KEYWORD) for one in own)]
+
+        @wraps(command)
+        def expanded(**given: Any) -> None:
+            experiment = Experiment(**{one.name: given.pop(one.name) for one in shared})
+            command(experiment, **given)
+
+        expanded.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+        expanded.__annotations__ = {one.name: one.annotation for one in options}
+        return expanded
+
+    return decorate
+
+
 @app.command("run")
+@_with_experiment()
 def run_agents(
-    suite: SuiteOption = "qa,tools",
-    seeds: SeedsOption = "0",
-    episodes: EpisodesOption = 10,
-    conditions: ConditionsOption = "main",
-    out: OutOption = Path("results/agents/main"),
+    experiment: Experiment,
     rounds: Annotated[int, typer.Option(help="Times that each seed is run, with empty caches.")] = 1,
-    variation: VariationOption = "plain",
     sampling: Annotated[str, typer.Option(help="greedy, or paper: temperature 0.2, top-p 0.95.")] = "greedy",
-    approximate_sources: ApproximateOption = True,
-    pages: PagesOption = 4096,
-    model: ModelOption = MODEL_DIR,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Run episodes under conditions in turn: one line of JSON for each step, and a table."""
     from research.cross_query.tables import render_figures
 
-    settings = _settings(suite, seeds, conditions, variation, approximate_sources, episodes, pages, rounds, sampling)
-    with progress_bar(progress_console, "running agents") as on_progress:
-        rows = run(settings, model, out, on_progress, dtype=dtype, device=device)
-    found = summarise(rows)
+    found = summarise(experiment.run(experiment.settings(rounds, sampling)))
     if as_json:
         print_json(found)
         return
     console.print(render_figures(found))
-    console.print(f"[dim]{out}: {ROWS}[/dim]", soft_wrap=True)
+    console.print(f"[dim]{experiment.out}: {ROWS}[/dim]", soft_wrap=True)
 
 
 @app.command()
-def kl(
-    suite: SuiteOption = "qa,tools",
-    seeds: SeedsOption = "0",
-    episodes: EpisodesOption = 10,
-    conditions: ConditionsOption = "similar",
-    out: OutOption = Path("results/agents/main"),
-    variation: VariationOption = "plain",
-    approximate_sources: ApproximateOption = True,
-    pages: PagesOption = 4096,
-    model: ModelOption = MODEL_DIR,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    as_json: JsonOption = False,
-) -> None:
+@_with_experiment(conditions="similar")
+def kl(experiment: Experiment, as_json: JsonOption = False) -> None:
     """Measure the true KL of every step, at the boundaries of its segments and of its next token; nothing is timed."""
     from research.cross_query import divergence, hypotheses
     from research.cross_query.tables import render_verdicts
 
-    settings = _settings(suite, seeds, conditions, variation, approximate_sources, episodes, pages)
+    settings, out = experiment.settings(), experiment.out
     with progress_bar(progress_console, "measuring") as on_progress:
-        rows = divergence.measure(settings, model, out, on_progress, dtype=dtype, device=device)
+        rows = divergence.measure(
+            settings, experiment.model, out, on_progress, dtype=experiment.dtype, device=experiment.device
+        )
     found = [
         *hypotheses.judge_boundaries(rows),
         *hypotheses.judge_retrieval(rows),
@@ -142,19 +174,10 @@ def decide(
 
 
 @app.command()
+@_with_experiment(episodes=5, conditions="none,similar,transitive", out=Path("results/agents/stability"))
 def stability(
-    suite: SuiteOption = "qa,tools",
-    seeds: SeedsOption = "0",
-    episodes: EpisodesOption = 5,
-    conditions: ConditionsOption = "none,similar,transitive",
-    out: OutOption = Path("results/agents/stability"),
+    experiment: Experiment,
     reruns: Annotated[int, typer.Option(help="Of every episode, each with empty caches and draws of its own.")] = 5,
-    variation: VariationOption = "plain",
-    approximate_sources: ApproximateOption = True,
-    pages: PagesOption = 4096,
-    model: ModelOption = MODEL_DIR,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """How much sampled answers differ from rerun to rerun, with reuse and without."""
@@ -163,25 +186,12 @@ def stability(
 
     if reruns < 2:
         raise ValueError(f"--reruns must be at least 2, got {reruns}")
-    settings = _settings(suite, seeds, conditions, variation, approximate_sources, episodes, pages, reruns, "paper")
-    with progress_bar(progress_console, "running agents") as on_progress:
-        rows = run(settings, model, out, on_progress, dtype=dtype, device=device)
-    found = compare(rows)
+    found = compare(experiment.run(experiment.settings(reruns, "paper")))
     if as_json:
         print_json(found)
         return
     console.print(render_reruns(found))
-    console.print(f"[dim]{out}: {ROWS}[/dim]", soft_wrap=True)
-
-
-def _settings(
-    suite: str, seeds: str, conditions: str, variation: str, approximate_sources: bool, episodes: int, pages: int,
-    rounds: int = 1, sampling: str = "greedy",
-) -> ExperimentSettings:  # fmt: skip
-    chosen = tuple(replace(one, approximate_sources=approximate_sources) for one in find_conditions(conditions))
-    return ExperimentSettings(
-        _split(suite), _parse_seeds(seeds), chosen, episodes, rounds, _split(variation), sampling, pages
-    )
+    console.print(f"[dim]{experiment.out}: {ROWS}[/dim]", soft_wrap=True)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ ROWS = "divergences.jsonl"
 _TRUTH = "truth"  # namespace of full recomputation, where nothing is ever kept
 
 
-class Segment(msgspec.Struct, frozen=True):
+class MovedSegment(msgspec.Struct, frozen=True):
     """A stretch of a prompt that moved as one. KL in nats, of its boundary tokens.
 
     Attributes:
@@ -71,7 +71,7 @@ class DivergenceRow(msgspec.Struct, frozen=True):
     trusting: float
     agrees: bool
     trusting_agrees: bool
-    segments: tuple[Segment, ...]
+    segments: tuple[MovedSegment, ...]
     proposals: tuple[Proposal, ...]
     known: int
     covered: int
@@ -81,7 +81,7 @@ class DivergenceRow(msgspec.Struct, frozen=True):
         return self.suite, self.variation, self.seed
 
     @property
-    def accepted(self) -> tuple[Segment, ...]:
+    def accepted(self) -> tuple[MovedSegment, ...]:
         """Segments of which something is reused, and whose boundary tokens have been seen."""
         return tuple(one for one in self.segments if one.accepted and one.reused and one.final is not None)
 
@@ -170,7 +170,7 @@ def _last(seen: Seen, truth: Tensor) -> Iterator[tuple[float, bool]]:
     return zip(kl_divergence(truth.expand_as(ours), ours).tolist(), agree.tolist(), strict=True)
 
 
-def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[Segment, ...]:
+def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[MovedSegment, ...]:
     """All segments of a prompt; `truth` [n + 1, V] is of their boundary tokens and the last token."""
     if seen.plan is None or not seen.edges.any():
         return ()
@@ -183,7 +183,7 @@ def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[Segment, ...]:
     for number in numbers.unique().tolist():
         mine, here = plan.segments == number, numbers == number
         found.append(
-            Segment(
+            MovedSegment(
                 int(mine.nonzero()[0]), int(mine.sum()), int((mine & reused).sum()),
                 not bool((mine & seen.rejected).any()), seen.probed.get(number),
                 None if trusting is None else float(trusting[here].mean()),
@@ -194,7 +194,7 @@ def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _judged(proposal: Proposal, segments: Sequence[Segment]) -> Proposal:
+def _judged(proposal: Proposal, segments: Sequence[MovedSegment]) -> Proposal:
     """With the KL of the grafts in it: the mean over them, each by its tokens in the proposal."""
     tokens, weighed = 0, 0.0
     for one in segments:

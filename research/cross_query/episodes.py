@@ -8,7 +8,7 @@ from random import Random
 from kvgraft.segments.prompt import Part, Segment
 from kvgraft.testbed import tasks, vocabulary
 from research.cross_query.pages import Page, edit, make_page
-from research.cross_query.plans import PLANS, SHOWN, Draft, Plan, Step
+from research.cross_query.plans import PLANS, SHOWN, Draft, Step, TaskPlan
 from research.cross_query.tools import BY_WORD, Tool, ToolError
 from research.cross_query.variation import Variation
 from research.cross_query.world import World, make_world
@@ -53,7 +53,7 @@ class Episode:
 
     name: str
     suite: str
-    plan: Plan
+    plan: TaskPlan
     world: World
     notes: Mapping[str, str]
     user: str

@@ -17,7 +17,7 @@ from research.cross_query.verdict import Verdict, judge
 LATENCY, AIM = 0.8, 0.5  # of none's
 POINT = 0.01  # of success
 KL = 0.1  # nats
-LESS = 0.01  # nats by which fallbacks must improve the worst
+LESS = 0.01  # nats by which the worst must be lower with fallbacks
 PRECISION = 0.7
 HALO = 8
 _P = "McNemar p"
@@ -140,11 +140,12 @@ def _precision(
 
 
 def judge_fallbacks(rows: Iterable[StepRow], divergences: Sequence[DivergenceRow]) -> list[Verdict]:
-    """H4, the second half: with the probe, success and the worst KL, in every variation."""
-    return [*_capped_success(rows), *_capped_divergence(divergences)]
+    """H4, the second half: with the probe, success, and whether the worst KL is lower, in every variation. That it is
+    lower does not make it small: no verdict says that fallbacks cap it."""
+    return [*_success_with_fallbacks(rows), *_divergence_with_fallbacks(divergences)]
 
 
-def _capped_success(rows: Iterable[StepRow]) -> Iterator[Verdict]:
+def _success_with_fallbacks(rows: Iterable[StepRow]) -> Iterator[Verdict]:
     ran = episodes(rows)
     for (variation, condition), mine in ran.items():
         pairs = paired(mine, ran.get((variation, NONE), ()))
@@ -155,23 +156,23 @@ def _capped_success(rows: Iterable[StepRow]) -> Iterator[Verdict]:
             yield replace(verdict, details={**verdict.details, "beyond probe off": gained})
 
 
-def _capped_divergence(rows: Sequence[DivergenceRow]) -> Iterator[Verdict]:
+def _divergence_with_fallbacks(rows: Sequence[DivergenceRow]) -> Iterator[Verdict]:
     for (variation, condition), mine in _grouped(rows).items():
         if condition != "similar":
             continue
         series = list(dict.fromkeys(row.series for row in mine))
         worst = [_worst(mine, one) for one in series]
-        differences = [final - trusting for final, trusting in worst]
-        low, high = bootstrap(differences, series)
+        lower = [trusting - final for final, trusting in worst]
+        low, high = bootstrap(lower, series)
         details: dict[str, float | str] = {
-            "worst": max(final for final, _ in worst), "probe off": max(trusting for _, trusting in worst),
+            "worst, nats": max(final for final, _ in worst), "probe off": max(trusting for _, trusting in worst),
             "mean": mean(row.kl for row in mine), "mean, probe off": mean(row.trusting for row in mine),
             "same best token": mean(row.agrees for row in mine),
             "same best token, probe off": mean(row.trusting_agrees for row in mine),
         }  # fmt: skip
         yield Verdict(
-            "H4", "worst KL of a series' next tokens, beyond probe off, nats", condition, variation, mean(differences),
-            low, high, f"<= -{LESS}", judge(low, high, below=-LESS), len(mine), details,
+            "H4", "worst divergence is lower with fallbacks, by nats", condition, variation, mean(lower), low, high,
+            f">= {LESS}", judge(low, high, above=LESS), len(mine), details,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskPlan:
     """`question` is the task in words; `answer` is the right answer to the last step, if all before are right."""
 
     task: str
@@ -76,8 +76,8 @@ class Draft:
                 continue
         return self.compute("calculator", f"{one} and {other}")
 
-    def finish(self, task: str) -> Plan:
-        return Plan(task, self.phrases[-1], tuple(self.steps), self.answers[-1])
+    def finish(self, task: str) -> TaskPlan:
+        return TaskPlan(task, self.phrases[-1], tuple(self.steps), self.answers[-1])
 
     def _add(self, step: Step, answer: str, phrase: str) -> str:
         self.phrases.append(phrase.format(*self.phrases))

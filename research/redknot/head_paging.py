@@ -29,7 +29,7 @@ FIRST = 100  # words before it are no ordinary ones
 
 
 @dataclass(frozen=True)
-class Row:
+class PagingResult:
     """One measure at one context length; milliseconds, and how many times faster pages by head are."""
 
     what: str
@@ -88,7 +88,7 @@ def main(
             for place, what in enumerate(("first token", f"decode step of {sessions}")):
                 dense, by_head = ([1e3 * pair[place] for pair in column[1:]] for column in times)
                 gain = statistics.median(a / b for a, b in zip(dense, by_head, strict=True))
-                rows.append(Row(what, context, statistics.median(dense), statistics.median(by_head), gain))
+                rows.append(PagingResult(what, context, statistics.median(dense), statistics.median(by_head), gain))
     configuration: dict[str, Any] = {
         "model": "by head", "heads kept": "7 of 32", "dtype": "float32", "rounds": rounds,
         "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,

@@ -42,7 +42,7 @@ Side = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Row:
+class PhaseResult:
     """One phase at one context length; milliseconds of all layers, and how many times faster ours is."""
 
     heads: str
@@ -161,7 +161,7 @@ def measure(found: dict[str, Side], rounds: int, device: torch.device) -> dict[s
     return times
 
 
-def row_of(heads: str, phase: str, context: int, times: dict[str, list[float]]) -> Row:
+def row_of(heads: str, phase: str, context: int, times: dict[str, list[float]]) -> PhaseResult:
     """Medians, against the dense form that is fastest."""
     median = {name: statistics.median(column) for name, column in times.items()}
     best = min((name for name in times if name not in ("ours", "masked")), key=lambda name: median[name])
@@ -169,7 +169,7 @@ def row_of(heads: str, phase: str, context: int, times: dict[str, list[float]]) 
     def ratio(name: str) -> float:
         return statistics.median(other / ours for other, ours in zip(times[name], times["ours"], strict=True))
 
-    return Row(
+    return PhaseResult(
         heads, phase, context, median["ours"], median[best], best, median["masked"], ratio(best), ratio("masked")
     )  # fmt: skip
 
@@ -217,7 +217,7 @@ def main(
     Console().print(table_of(rows))
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[PhaseResult]) -> Table:
     """One line a phase, map and length."""
     table = Table(box=box.MARKDOWN)
     for name in ("heads", "phase", "context", "ours ms", "dense ms", "masked ms", "x dense", "x masked"):

@@ -36,7 +36,7 @@ ROOM = 150  # tokens of a prompt beside its documents
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyResult:
     """One policy over so many documents. Medians; `ttft_gain`, `decode_gain`: how many times faster than full;
     `kv_gain`: how many times less memory its keys and values take at most."""
 
@@ -68,7 +68,7 @@ def measure(engine: Engine, item: Item, policy: str) -> tuple[float, float, floa
     return kept / report.prompt_tokens, report.kv_bytes, report.ttft_s, (seconds - report.ttft_s) / STEPS
 
 
-def run(engine: Engine, count: int, tokens: int, policies: list[str], rounds: int, advance: Any) -> list[Row]:
+def run(engine: Engine, count: int, tokens: int, policies: list[str], rounds: int, advance: Any) -> list[PolicyResult]:
     """All policies over as many texts as there are rounds, after one that does not count."""
     [suite] = find_suites("multidoc")
     items = islice(suite.items(1, rounds + 1, Shape(count * tokens + ROOM, count, ("alone",))), rounds + 1)
@@ -87,7 +87,9 @@ def run(engine: Engine, count: int, tokens: int, policies: list[str], rounds: in
         kept, kv, ttft, decode = (statistics.median(column) for column in zip(*found[policy], strict=True))
         pairs = list(zip(found["full"], found[policy], strict=True))
         gains = [statistics.median(full[place] / own[place] for full, own in pairs) for place in (1, 2, 3)]
-        rows.append(Row(policy, count, kept, kv / 2**20, gains[0], 1e3 * ttft, gains[1], 1e3 * decode, gains[2]))
+        rows.append(
+            PolicyResult(policy, count, kept, kv / 2**20, gains[0], 1e3 * ttft, gains[1], 1e3 * decode, gains[2])
+        )
     return rows
 
 

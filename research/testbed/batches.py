@@ -24,7 +24,7 @@ _LISTS: tuple[Task, ...] = ("frequent", "common")
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Sequences [B, T] of token ids with positions; labels of some places of the flat [B * T] token list.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Sequence:
         return True
 
 
-def make_batch(stage: Stage, num_tokens: int, seed: tuple[int, int, int]) -> Batch:
+def make_batch(stage: Stage, num_tokens: int, seed: tuple[int, int, int]) -> TrainingBatch:
     """About `num_tokens` tokens of `stage` for `seed` = (seed, step, rank)."""
     rng = Random(str(seed))  # noqa: S311
     shorter = stage.length > 128 and rng.random() < 0.25
@@ -92,7 +92,7 @@ def make_batch(stage: Stage, num_tokens: int, seed: tuple[int, int, int]) -> Bat
         positions[row, :end] = torch.tensor(sequence.positions[:end])
         answers += [(row * length + place, word, task, fine) for place, word, task, fine in sequence.answers]
         resolved += [(row * length + place, word) for place, word in sequence.resolved if place < end]
-    return Batch(
+    return TrainingBatch(
         token_ids=ids,
         positions=positions,
         answers=torch.tensor([place for place, *_ in answers]),

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvgraft.testbed import vocabulary
 from research.redknot import by_head
 from research.testbed import curriculum, mimetic
-from research.testbed.batches import Batch, make_batch
+from research.testbed.batches import TrainingBatch, make_batch
 
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
 RESOLVED_WEIGHT = 0.5
@@ -201,7 +201,7 @@ class _Trainer:
             for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def _count(self, logits: Tensor, batch: Batch, loss: float) -> None:
+    def _count(self, logits: Tensor, batch: TrainingBatch, loss: float) -> None:
         self.losses.append(loss)
         for token, allowed, task in zip(logits.argmax(-1).tolist(), batch.allowed, batch.answer_tasks, strict=True):
             self.asked[task] += 1
@@ -261,7 +261,7 @@ def _schedule(step: int, stages: tuple[curriculum.Stage, ...]) -> tuple[curricul
     raise ValueError(f"step must be below {step - left}, got {step}")
 
 
-def _answer_loss(logits: Tensor, batch: Batch) -> Tensor:
+def _answer_loss(logits: Tensor, batch: TrainingBatch) -> Tensor:
     weights = torch.tensor([1.0 if task else END_WEIGHT for task in batch.answer_tasks])
     losses = functional.cross_entropy(logits, batch.answer_labels, reduction="none")
     return (losses * weights).sum() / weights.sum()

@@ -40,7 +40,7 @@ FAMILIES = {  # name -> tolerance, remap; torch.topk stands for itself
 
 
 @dataclass(frozen=True)
-class Row:
+class TopkResult:
     """Medians: milliseconds, times as fast as torch.topk, and the share of the true k that is found (mean, worst)."""
 
     distribution: str
@@ -92,8 +92,10 @@ def main(
                     shares = recall(found, best)
                     ratio = statistics.median(a / b for a, b in zip(base, times, strict=True))
                     rows.append(
-                        Row(name, size, count, family, 1e3 * statistics.median(times), ratio, float(shares.mean()),
-                            float(shares.min()))
+                        TopkResult(
+                            name, size, count, family, 1e3 * statistics.median(times), ratio,
+                            float(shares.mean()), float(shares.min()),
+                        )
                     )  # fmt: skip
     configuration = {
         "sequences": sequences, "device": device, "rounds": rounds, "threads": torch.get_num_threads(),

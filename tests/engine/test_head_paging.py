@@ -137,7 +137,7 @@ def test_exact_hits_are_exact_while_local_pages_live_and_after(engine: Engine, d
         assert result.report.prefix_tokens == 96
         assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
     local = engine.memory.lookup.local_pages
-    pages = engine.memory.lookup.find_prefix(shared, engine._scope("default"))
+    pages = engine.memory.lookup.find_prefix(shared, engine.scope_of("default"))
     engine.memory.pool._drop(local.of(np.array(pages[9:11])).ravel().tolist())  # what the next token would see
     prompt = shared + tokens(30, 5)
     result = ask(engine, prompt)
@@ -181,7 +181,7 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(5, 3)
     before = ask(engine, prompt, Naive(), remember=False)
-    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine.scope_of("default")))
     source = np.column_stack((pages, engine.memory.lookup.local_pages.of(pages)))[:, page_list]
     slots = (source[:, None] * BLOCK + np.arange(BLOCK)).ravel()
     engine.memory.cache.values[:, slots] = 3.0
@@ -192,7 +192,7 @@ def test_a_graft_reads_every_list_of_its_source(engine: Engine, page_list: int):
 def test_what_local_heads_have_lost_is_computed(engine: Engine, decoder: Decoder):
     known = tokens(120, 1)
     ask(engine, known, Full())
-    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine.scope_of("default")))
     engine.memory.pool._drop(engine.memory.lookup.local_pages.of(pages[4:9]).ravel().tolist())
     prompt = tokens(9, 2) + known + tokens(5, 3)
     result = ask(engine, prompt, SparseX(recompute_share=1.0))
@@ -314,7 +314,7 @@ def test_another_map_is_another_cache(model_dir: Path):
     scopes = set()
     for classes, paging in ((CLASSES, False), (CLASSES, True), ([(G, G), *CLASSES[1:]], True)):
         engine = Engine(model_dir, head_map=head_map(model_dir, classes), head_paging=paging)
-        scopes.add(engine._scope("default"))
+        scopes.add(engine.scope_of("default"))
     assert len(scopes) == 3
 
 

@@ -208,7 +208,7 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     ask(engine, known, Full())
     before = ask(engine, prompt, policy, remember=False)
     cache, index = engine.memory.cache, engine.index.segments.blocks
-    scope = engine._scope("default")
+    scope = engine.scope_of("default")
     slots = index.match(np.array(known, np.int64), scope)[0].source_slots(16)
     unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
     deep = cache.values[2 * 2 :]  # streams of the layers from the third on
@@ -319,7 +319,7 @@ def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Pa
     prompt = tokens(100, 1)
     expected = truth(engine, prompt)
     ask(engine, prompt, Full())
-    pages = engine.memory.lookup.find_prefix(prompt, engine._scope("default"))
+    pages = engine.memory.lookup.find_prefix(prompt, engine.scope_of("default"))
     engine.memory.pool._drop([pages[2]])  # as if only this one had been reclaimed
     result = ask(engine, prompt, Naive())
     assert result.report.prefix_tokens == 80
@@ -431,7 +431,7 @@ def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(9, 3)
     expected = ask(engine, prompt, Full(), namespace="nobody else", remember=False)
-    pages = np.array(engine.memory.lookup.find_prefix(known, engine._scope("default")))
+    pages = np.array(engine.memory.lookup.find_prefix(known, engine.scope_of("default")))
     engine.memory.pool._drop(engine.memory.lookup.local_pages.of(pages[2:6]).ravel().tolist())
     everything = RedKnot(
         mass_share=1.0, reuse="off", edge_mass_share=0.0

@@ -61,7 +61,7 @@ def test_the_environment_that_we_read_and_set_is_vllms():
         assert name in envs.environment_variables, f"{name} steers vLLM no more"
 
 
-def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
+def test_the_server_plugin_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
     assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the API server in this group"
     assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, "allowed_plugins keeps what vLLM would load without a list"
     [point] = entry_points(group=ENDPOINT_PLUGINS_GROUP, name=serve.PLUGIN)
@@ -75,13 +75,13 @@ def test_the_front_door_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", ["attach_router", "init_state"])
-def test_the_front_door_is_called_as_it_expects(name: str):
+def test_the_server_plugin_is_called_as_it_expects(name: str):
     theirs, ours = (inspect.signature(getattr(cls, name)) for cls in (EndpointPlugin, ServerPlugin))
     assert list(theirs.parameters) == list(ours.parameters)
     assert inspect.iscoroutinefunction(getattr(EndpointPlugin, name)) == (name == "init_state")
 
 
-def test_the_front_door_sees_every_route_before_vllm_checks_keys(monkeypatch: pytest.MonkeyPatch):
+def test_the_server_plugin_sees_every_route_before_vllm_checks_keys(monkeypatch: pytest.MonkeyPatch):
     """Our plugin takes the keys away from vLLM, and its middleware lies around all routes that vLLM has."""
     seen: dict[str, Any] = {}
 
@@ -101,7 +101,7 @@ def test_the_front_door_sees_every_route_before_vllm_checks_keys(monkeypatch: py
     assert "AuthenticationMiddleware" not in names, "vLLM takes the keys from app.state.args after the plugins"
 
 
-def test_vllm_checks_keys_by_itself_without_the_front_door(monkeypatch: pytest.MonkeyPatch):
+def test_vllm_checks_keys_by_itself_without_the_server_plugin(monkeypatch: pytest.MonkeyPatch):
     """So that the test above can fail."""
     monkeypatch.setenv(keys.API_KEY, "secret")
     app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate",))

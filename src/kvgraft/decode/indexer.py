@@ -8,6 +8,7 @@ from kvgraft.decode.executor import Paged, Pool, fill, select
 from kvgraft.decode.flow import Program
 from kvgraft.decode.planner import plan
 from kvgraft.kernels.dispatch import block_sparse_attention
+from kvgraft.kernels.watched import watched
 
 
 class Indexer:
@@ -46,11 +47,13 @@ class LayerIndexer:
         self._indexer = indexer
         self._pool = pool
 
+    @watched("indexer")
     def fill(self, rows: Tensor) -> None:
         """Pages int64 [n] have become full."""
         if rows.numel():
             fill(self._indexer.program, self._pool, rows)
 
+    @watched("indexer")
     def choose(self, query: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for any paged decode."""
         chosen = select(self._indexer.program, self._indexer.groups, query, self._pool, batch)

@@ -230,7 +230,7 @@ class Engine:
         result = self.generate([reading])[0]
         if result.error:
             raise RequestError(result.error)
-        pages = self.memory.lookup.find_prefix(self.token_ids(request), self._scope(request.namespace))
+        pages = self.memory.lookup.find_prefix(self.token_ids(request), self.scope_of(request.namespace))
         return self.frozen.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
     def read_documents(self, prompt: Request | str) -> int:
@@ -252,6 +252,10 @@ class Engine:
         """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
         tables = [s.lists.held for s in self.scheduler.running if s.lists is not None]
         self.memory.pool.check([*tables, *(entry.pages for entry in self.frozen.list())])
+
+    def scope_of(self, namespace: str) -> bytes:
+        """The scope of what this model reads in a namespace, in the index and in the store: `scope_digest`."""
+        return scope_digest(self._model, namespace)
 
     def token_ids(self, request: Request) -> list[int]:
         """The tokens of a prompt, as this engine would read it.
@@ -278,7 +282,7 @@ class Engine:
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
-        tokens, scope = tokenised.token_ids.tolist(), self._scope(request.namespace)
+        tokens, scope = tokenised.token_ids.tolist(), self.scope_of(request.namespace)
         start = len(tokens) - request.decoded_tail
         sampler, tail = Sampler(request.sampling), deque(tokens[start:])
         sequence = SequenceState(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
@@ -292,6 +296,3 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
-
-    def _scope(self, namespace: str) -> bytes:
-        return scope_digest(self._model, namespace)

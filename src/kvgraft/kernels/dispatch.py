@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.watched import watched
 
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
@@ -105,6 +106,7 @@ def align_copy(
         run(keys, values, layers, source, target, cos, sin)
 
 
+@watched("attention")
 def segpaged_attention(
     query: Tensor,
     keys: Tensor,
@@ -166,6 +168,7 @@ def attention_mass(
     return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale, reduction)
 
 
+@watched("attention")
 def block_sparse_attention(
     query: Tensor,
     keys: Tensor,
@@ -196,6 +199,7 @@ def block_sparse_attention(
     return attended
 
 
+@watched("top-k")
 def radix_topk(
     scores: Tensor,
     lengths: Tensor,

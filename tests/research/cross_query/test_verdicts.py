@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
-from research.cross_query.divergence import DivergenceRow, Segment
+from research.cross_query.divergence import DivergenceRow, MovedSegment
 from research.cross_query.figures import summarise
 from research.cross_query.hypotheses import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
 from research.cross_query.numerics import judge_reindexing
@@ -25,7 +25,7 @@ ROW = StepRow(
     fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0, probed_segments=0,
     rejected_segments=0, restored_blocks=0, fallback=None,
 )  # fmt: skip
-SEGMENT = Segment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
+SEGMENT = MovedSegment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
 STEP = DivergenceRow("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
 
 
@@ -78,8 +78,8 @@ def test_figures_count_whole_episodes_only():
 
 
 def test_h2_means_accepted_segments():
-    rejected = Segment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
-    small = Segment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
+    rejected = MovedSegment(100, 50, 34, False, 0.5, 0.01, 0.0, 0.0)
+    small = MovedSegment(150, 12, 0, True, None, 5.0, 5.0, 5.0)  # all halo: nothing was accepted
     steps = [replace(STEP, seed=seed, segments=(SEGMENT, rejected, small)) for seed in range(3)]
     [verdict] = judge_boundaries([*steps, replace(STEP, condition="similar:halo_tokens=16")])
     assert (verdict.value, verdict.verdict, verdict.count) == (pytest.approx(0.02), HOLDS, 3)
@@ -104,8 +104,9 @@ def test_h4_rotations_are_exact_and_fallbacks_are_compared():
     assert exact.value < 1e-6 < rounded.value
     steps = [replace(STEP, seed=seed) for seed in range(3)]
     [worst] = judge_fallbacks((), [*steps, replace(STEP, seed=2, kl=0.2, trusting=0.9)])
-    assert (worst.value, worst.verdict) == (pytest.approx(-(0.2 + 0.2 + 0.7) / 3), HOLDS)
-    assert (worst.details["worst"], worst.details["probe off"]) == (0.2, 0.9)
+    assert (worst.value, worst.verdict) == (pytest.approx((0.2 + 0.2 + 0.7) / 3), HOLDS)
+    assert worst.claim == "worst divergence is lower with fallbacks, by nats"
+    assert (worst.details["worst, nats"], worst.details["probe off"]) == (0.2, 0.9)
     every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe_tokens=0", 1.0, lost=50)]
     success, _ = judge_fallbacks(every, steps)
     assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == ("H4", HOLDS, 0.5)

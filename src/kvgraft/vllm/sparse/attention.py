@@ -104,6 +104,10 @@ class SparseImpl(CPUAttentionBackendImpl):
         self._program = program if self.attn_type == AttentionType.DECODER and self.sliding_window == -1 else None
         self._caches: LayerCaches | None = None
 
+    def follow(self, program: Program | None) -> None:
+        """Decode as this flow says from now on, densely without one; its caches are filled anew."""
+        self._program, self._caches = program, None
+
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:

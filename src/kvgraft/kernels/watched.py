@@ -1,0 +1,38 @@
+"""Stages of a decode step that can be watched, to say what each of them costs; they cost nothing where nobody does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Watcher = Callable[[str], AbstractContextManager[object]]  # is given the name of a stage, and entered around it
+
+_watchers: list[Watcher] = []
+
+
+def watched(stage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function a stage, or part of one: indexer, top-k (within the indexer) or attention."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _watchers:
+                return function(*args, **kwargs)
+            with _watchers[-1](stage):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Have this watcher, and no other, entered around every stage of the process."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
