@@ -129,7 +129,7 @@ def _families(*named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
-    "lengths": Experiment(METHODS, lengths=(512, 2048, 4096), items=3),
+    "lengths": Experiment(("naive", "sparsex", "transitive"), lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
         families={
             **{
