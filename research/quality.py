@@ -163,6 +163,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_6": _documents(6, 3200),
     "documents_8": _documents(8, 4250, items=12),
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
+    "documents_long": _documents(4, 4250, ("naive", "samkv", "samkv:top_p=off", "samkv:block_tokens=8", "condense")),
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
     "documents_native": _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3),
     "documents_vllm": replace(

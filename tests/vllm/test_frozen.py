@@ -225,6 +225,15 @@ def test_exact_prefixes_count_as_use(host: Host):
     assert shed(host) == {"system": 0, "once": 5}
 
 
+def test_documents_of_which_a_part_is_kept_count_as_used(host: Host):
+    text = words(15 * BLOCK, 1)
+    control(host, "freeze", "document", text)
+    for seed in range(2):
+        [answer] = host.ask(Ask(words(9, seed) + text + words(20, 10 + seed), {"policy": "condense"}, "a"))
+        assert answer.report["kept_tokens"] < len(text)
+    assert control(host, "list")["segments"][0]["hits"] == 2
+
+
 @pytest.mark.parametrize("frozen_first", ["used", "other"])
 @pytest.mark.parametrize("where", ["grafted", "prefix"])
 def test_a_request_never_sheds_what_it_is_about_to_use(host: Host, frozen_first: str, where: str):

@@ -8,6 +8,7 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.matches import Match
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import Control
 from kvgraft.vllm.pool import SharedPool
@@ -57,13 +58,12 @@ class Planner:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
         return num_grafted >= max(self._shortest, self._least_share * num_active)
 
-    def documents(self, state: RequestState) -> tuple[range, ...]:
+    def documents(self, state: RequestState) -> list[Match]:
         """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
         free = np.ones(len(tokens), bool)
         matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
-        spans = (range(match.start, match.start + match.length) for match in matches)
-        return tuple(span for span in spans if len(span) >= self._shortest)
+        return [match for match in matches if match.length >= self._shortest]
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
         """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the

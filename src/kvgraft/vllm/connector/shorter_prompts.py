@@ -21,11 +21,14 @@ class ShorterPrompts:
 
     def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
         """Let vLLM see as many tokens as the policy keeps, if enough of the prompt is known."""
-        state.documents = self._known.documents(state)
-        tokens, lengths = state.token_ids, [len(span) for span in state.documents]
+        matches = self._known.documents(state)
+        state.documents = tuple(range(match.start, match.start + match.length) for match in matches)
+        tokens, lengths = state.token_ids, [match.length for match in matches]
         if not self._known.is_worthwhile(sum(lengths), len(tokens)):
             state.refusal = "too_little_known" if lengths else "no_known_text"
             return
+        for match in matches:
+            self._known.pool.hit_counts[match.pages] += 1
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
         state.whole = tuple(tokens)
         set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
