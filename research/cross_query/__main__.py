@@ -21,7 +21,7 @@ from kvgraft.cli.options import (
 )
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
-from research.cross_query.conditions import find_conditions
+from research.cross_query.conditions import ANY_DEPTH, find_conditions
 from research.cross_query.figures import summarise
 from research.cross_query.runner import ROWS, ExperimentSettings, StepRow, read_rows, run
 
@@ -48,10 +48,7 @@ class Experiment:
         "results/agents/main"
     )
     variation: Annotated[str, typer.Option(help="How prompts nearly repeat, by commas: plain, adversarial.")] = "plain"
-    approximate_sources: Annotated[
-        bool,
-        typer.Option("--approximate-sources/--no-approximate-sources", help="Graft what was computed after a graft."),
-    ] = True
+    max_depth: Annotated[int, typer.Option(help="Of what is grafted from; 0 is exact KV.")] = ANY_DEPTH
     pages: Annotated[int, typer.Option(help="Pages of each condition's KV pool.")] = 4096
     model: ModelOption = MODEL_DIR
     dtype: DtypeOption = "float32"
@@ -60,7 +57,7 @@ class Experiment:
     def settings(self, rounds: int = 1, sampling: str = "greedy") -> ExperimentSettings:
         """Each seed so many times, with answers drawn so."""
         found = find_conditions(self.conditions)
-        chosen = tuple(replace(one, approximate_sources=self.approximate_sources) for one in found)
+        chosen = tuple(replace(one, max_depth=self.max_depth) for one in found)
         return ExperimentSettings(
             _split(self.suite), _parse_seeds(self.seeds), chosen, self.episodes, rounds, _split(self.variation),
             sampling, self.pages,

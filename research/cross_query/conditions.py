@@ -13,6 +13,7 @@ from kvgraft.prefill.policies import Similar, parse_policy
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 
+ANY_DEPTH = 1000
 ANCHORS = ("thought :", "observation :", "doc")  # of the scaffold, in the words of the bundled model
 CONTEXT = 0.5  # least similarity of left contexts: the paper wants a threshold, and names none
 _PUBLISHED = {"tau": 0.8, "context_tau": CONTEXT, "context_tokens": 64}
@@ -29,8 +30,8 @@ class Condition:
         store: whether grafts come from a segment store: the pool is emptied before every step. The store takes exact
             blocks only, so every prompt is read in full when it has been answered, which nobody times.
         int8: whether that store keeps int8, and not the dtype of the model.
-        approximate_sources: whether what was computed after a graft is a source, too. Without, agents have next to
-            none: their prompts differ from the first token on, so all but what the first one held stands behind grafts.
+        max_depth: of sources: whether what was computed after a graft is one, too. At 0 agents have next to none: their
+            prompts differ from the first token on, so all but what the first one held stands behind grafts.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Condition:
     counts_text: bool = False
     store: bool = False
     int8: bool = False
-    approximate_sources: bool = True
+    max_depth: int = ANY_DEPTH
 
     @property
     def similarity(self) -> Similarity | None:
@@ -56,7 +57,7 @@ class Condition:
     def open(self, model: Path, **settings: Any) -> Engine:
         """An engine that has read nothing; settings are those that all conditions share (dtype, num_pages, ...)."""
         return Engine(
-            model, policy=self.policy, match=self.match, approximate_sources=self.approximate_sources, anchors=ANCHORS,
+            model, policy=self.policy, match=self.match, max_depth=self.max_depth, anchors=ANCHORS,
             store=StoreOptions(int8=self.int8) if self.store else None, **settings,
         )  # fmt: skip
 

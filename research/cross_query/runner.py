@@ -72,8 +72,8 @@ class ExperimentSettings:
 
     def describe(self) -> dict[str, Any]:
         """What a directory can hold one kind of only."""
-        approximate = {condition.approximate_sources for condition in self.conditions}
-        return {"sampling": self.sampling, "num_pages": self.num_pages, "approximate_sources": sorted(approximate)}
+        depths = {condition.max_depth for condition in self.conditions}
+        return {"sampling": self.sampling, "num_pages": self.num_pages, "max_depth": sorted(depths)}
 
 
 class StepRow(msgspec.Struct, frozen=True):

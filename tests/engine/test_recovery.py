@@ -296,7 +296,7 @@ def test_prefix_lookups_never_see_grafted_blocks(model_dirs: dict[str, Path], ev
 def test_blocks_after_a_graft_are_sources_only_if_configured(model_dirs: dict[str, Path]):
     known, later = tokens(80, 1), tokens(64, 3)
     for allowed in (False, True):
-        engine = Engine(model_dirs["llama"], dtype="float32", approximate_sources=allowed)
+        engine = Engine(model_dirs["llama"], dtype="float32", max_depth=int(allowed))
         ask(engine, known, Full())
         assert ask(engine, tokens(9, 2) + known + later, Naive()).report.grafted_tokens >= 64
         grafted = ask(engine, tokens(5, 4) + later, Naive()).report.grafted_tokens

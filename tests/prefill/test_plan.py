@@ -3,12 +3,12 @@ import pytest
 import torch
 
 from kvgraft.prefill.plan import Kind, Plan, Span
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 
 
 def match(start: int, length: int, source_start: int = 0, first_page: int = 50, block_size: int = 4) -> Match:
     num_pages = -(-(source_start % block_size + length) // block_size)
-    return Match(start, length, source_start, np.arange(first_page, first_page + num_pages), Lineage.EXACT)
+    return Match(start, length, source_start, np.arange(first_page, first_page + num_pages), 0)
 
 
 def positions(mask: torch.Tensor) -> list[int]:

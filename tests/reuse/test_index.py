@@ -9,7 +9,6 @@ from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.matches import Lineage
 from kvgraft.segments.store import Chunk, Record, Register
 
 SIZE = 4
@@ -20,13 +19,13 @@ TOKENS = np.arange(100, 100 + 8 * SIZE)
 def offered(index: ReuseIndex, offer: Offer, num_blocks: int, pages: np.ndarray | None = None) -> np.ndarray:
     if pages is None:
         pages = np.array(index.pool.allocate(8))
-    index.offer(offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.exact_blocks(num_blocks, SIZE))
+    index.offer(offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.depths(num_blocks, SIZE))
     return pages
 
 
-def lineages(index: ReuseIndex, scope: bytes = SCOPE) -> list[tuple[int, int, Lineage]]:
+def known(index: ReuseIndex, scope: bytes = SCOPE) -> list[tuple[int, int, int]]:
     free = np.ones(len(TOKENS), bool)
-    return [(m.start, m.length, m.lineage) for m in index.match(TOKENS, scope, free=free, similar=False)]
+    return [(m.start, m.length, m.depth) for m in index.match(TOKENS, scope, free=free, similar=False)]
 
 
 def test_the_native_pool_satisfies_the_protocol():
@@ -38,22 +37,22 @@ def test_what_a_request_offers_is_found_in_its_namespace_only():
     index = ReuseIndex(PagePool(16, SIZE))
     offer = Offer(SCOPE)
     offered(index, offer, 8)
-    assert lineages(index) == [(0, 8 * SIZE, Lineage.EXACT)]
-    assert lineages(index, OTHER) == []
+    assert known(index) == [(0, 8 * SIZE, 0)]
+    assert known(index, OTHER) == []
     assert (offer.num_registered, offer.num_entries) == (8, 8)
 
 
-def test_blocks_behind_a_graft_are_registered_only_as_approximate_sources():
-    for approximate_sources in (False, True):
-        index = ReuseIndex(PagePool(16, SIZE), approximate_sources=approximate_sources)
+def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
+    for max_depth in (0, 1):
+        index = ReuseIndex(PagePool(16, SIZE), max_depth=max_depth)
         offer = Offer(SCOPE, first_approximate=3 * SIZE + 1)
         pages = offered(index, offer, 2)
         offered(index, offer, 8, pages)
-        if approximate_sources:
-            assert lineages(index) == [(0, 8 * SIZE, Lineage.APPROXIMATE)]
+        if max_depth:
+            assert known(index) == [(0, 8 * SIZE, 1)]
             assert offer.approximate_pages == set(pages[3:].tolist())
         else:
-            assert lineages(index) == [(0, 3 * SIZE, Lineage.EXACT)]
+            assert known(index) == [(0, 3 * SIZE, 0)]
             assert offer.approximate_pages == set()
         assert offer.num_registered == 8
 
@@ -63,7 +62,7 @@ def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():
     offer = Offer(SCOPE)
     pages = offered(index, offer, 3)
     offered(index, offer, 8, pages)
-    assert lineages(index) == [(0, 8 * SIZE, Lineage.EXACT)]
+    assert known(index) == [(0, 8 * SIZE, 0)]
     offer.restart()
     assert (offer.num_registered, offer.last_entry) == (0, -1)
     offered(index, offer, 8)
@@ -76,9 +75,9 @@ def test_sources_have_numbers_of_their_own():
 
 def test_exact_hits_behind_a_graft_are_exact():
     offer = Offer(SCOPE, first_approximate=SIZE)
-    assert offer.exact_blocks(4, SIZE).tolist() == [True, False, False, False]
+    assert offer.depths(4, SIZE).tolist() == [0, 1, 1, 1]
     hits = np.array([False, False, True, False, True])
-    assert offer.exact_blocks(4, SIZE, hits).tolist() == [True, False, True, False]
+    assert offer.depths(4, SIZE, hits).tolist() == [0, 1, 0, 1]
     assert Offer(SCOPE).first_approximate == NEVER
 
 
@@ -137,7 +136,7 @@ def test_what_came_back_is_found_again_unless_it_is_known_often_enough():
     index = ReuseIndex(PagePool(64, SIZE))
     blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE) for at in (2, 0, 1)]
     assert register_restored(index, blocks, index.pool.allocate(3), SCOPE) == [True] * 3
-    assert lineages(index) == [(0, 3 * SIZE, Lineage.EXACT)]
+    assert known(index) == [(0, 3 * SIZE, 0)]
     for source in range(10, 14):
         for block in blocks:
             block.source = source

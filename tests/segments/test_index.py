@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvgraft.segments import index as index_module
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.table import HashTable
 from properties import examples
 
@@ -320,15 +320,15 @@ def test_approximate_blocks_are_sources_only_on_request():
     pool = Pool()
     tokens = rng_tokens(24)
     _, ids = pool.add(tokens[:8], source=1)
-    _, ids = pool.add(tokens[8:16], 1, source_start=8, after=int(ids[-1]), lineage=Lineage.APPROXIMATE)
+    _, ids = pool.add(tokens[8:16], 1, source_start=8, after=int(ids[-1]), depth=1)
     pool.add(tokens[16:], 1, source_start=16, after=int(ids[-1]))
     exact = pool.index.match(tokens, SCOPE)
     assert spans(exact) == [(0, 8, 0), (16, 8, 16)]  # neither a run nor an extension enters the approximate blocks
-    assert {match.lineage for match in exact} == {Lineage.EXACT}
-    (match,) = pool.index.match(tokens, SCOPE, allow_approximate=True)
-    assert (match.length, match.lineage) == (24, Lineage.APPROXIMATE)
-    (edge,) = pool.index.match(tokens[4:10], SCOPE, allow_approximate=True)
-    assert (edge.length, edge.lineage) == (6, Lineage.APPROXIMATE)
+    assert {match.depth for match in exact} == {0}
+    (match,) = pool.index.match(tokens, SCOPE, max_depth=1)
+    assert (match.length, match.depth) == (24, 1)
+    (edge,) = pool.index.match(tokens[4:10], SCOPE, max_depth=1)
+    assert (edge.length, edge.depth) == (4, 0), "not for a part of a block"
 
 
 def test_clean_context_takes_only_what_its_source_began_with():
@@ -357,25 +357,25 @@ def test_clean_context_takes_no_piece_whose_beginning_was_lost():
 def test_approximate_blocks_never_keep_an_exact_one_out():
     pool = Pool(max_sources=2)
     for source in range(3):
-        pool.add(range(4), source, lineage=Lineage.APPROXIMATE)
+        pool.add(range(4), source, depth=1)
     assert pool.index.match(np.arange(4), SCOPE) == []
     _, ids = pool.add(range(4), source=9)
     assert ids[0] >= 0
     assert pool.owner[pool.index.match(np.arange(4), SCOPE)[0].pages].tolist() == [9]
-    assert pool.add(range(4), source=10, lineage=Lineage.APPROXIMATE)[1].tolist() == [-1]
+    assert pool.add(range(4), source=10, depth=1)[1].tolist() == [-1]
 
 
-def test_a_page_known_again_keeps_its_id_and_the_weaker_lineage():
+def test_a_page_known_again_keeps_its_id_and_the_greater_depth():
     pool = Pool()
     tokens = rng_tokens(8)
     pages, ids = pool.add(tokens, source=1)
     again = {"source": 1, "source_start": 0, "scope": SCOPE}
-    for lineage in (Lineage.EXACT, Lineage.APPROXIMATE, Lineage.EXACT):
-        same = pool.index.insert(tokens, pages, pool.versions[pages], lineage=lineage, **again)
+    for depth in (0, 1, 0):
+        same = pool.index.insert(tokens, pages, pool.versions[pages], depth=depth, **again)
         assert same.tolist() == ids.tolist()
     assert len(pool.index) == 2
     assert pool.index.match(tokens, SCOPE) == []
-    assert pool.index.match(tokens, SCOPE, allow_approximate=True)[0].length == 8
+    assert pool.index.match(tokens, SCOPE, max_depth=1)[0].length == 8
 
 
 def test_a_page_under_a_new_version_is_another_entry():
@@ -476,7 +476,7 @@ def insertion(**changes):
         ({"source_start": 2**31 - 4}, "source_start is 2147483644"),
         ({"source": 2**63}, "source is 9223372036854775808"),
         ({"after": 99}, "after is 99"),
-        ({"lineage": 2}, "2 is not a valid Lineage"),
+        ({"depth": -1}, r"depth is -1, must be in \[0, 2\^15\)"),
         ({"scope": b"tenant"}, "scope has 6 bytes"),
     ],
 )
@@ -533,3 +533,16 @@ def test_hash_table_refuses_to_remove_what_it_does_not_hold():
     with pytest.raises(KeyError, match="id 0"):
         table.remove(np.array([0], np.int32))
     assert table.find(np.array([5], np.uint64))[1].tolist() == [1]
+
+
+def test_blocks_of_a_lesser_depth_come_first_however_short_their_runs_are():
+    pool = Pool()
+    tokens = rng_tokens(24)
+    pool.add(tokens, source=1, depth=2)
+    pool.add(tokens[4:12], source=2)
+    pool.add(tokens[8:20], source=3, depth=1)
+    assert spans(pool.index.match(tokens, SCOPE)) == [(4, 8, 0)]
+    matches = pool.index.match(tokens, SCOPE, max_depth=1)
+    assert [(match.start, match.length, match.depth) for match in matches] == [(4, 8, 0), (12, 8, 1)]
+    matches = pool.index.match(tokens, SCOPE, max_depth=2)
+    assert [(m.start, m.length, m.depth) for m in matches] == [(0, 4, 2), (4, 8, 0), (12, 8, 1), (20, 4, 2)]

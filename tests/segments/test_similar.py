@@ -9,7 +9,7 @@ from datasketch.lsh import _optimal_param
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest, window_hashes
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.minhash import Permutations, bands, compact, similarity, winnow
 from kvgraft.segments.segmentation import Segmenter, Similarity, parse_match
 from kvgraft.segments.similar import SimilarIndex
@@ -46,7 +46,7 @@ class Library:
     def _is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
         return ~np.isin(pages, list(self.dead))
 
-    def read(self, tokens: np.ndarray, scope: bytes = SCOPE, lineage: Lineage = Lineage.EXACT, parts: int = 1) -> int:
+    def read(self, tokens: np.ndarray, scope: bytes = SCOPE, depth: int = 0, parts: int = 1) -> int:
         """Insert a source, in one or several calls; returns how many segments were added."""
         count, added, last = len(tokens) // BLOCK, 0, -1
         first_page = len(self.tokens) // BLOCK
@@ -59,7 +59,7 @@ class Library:
                 source=self.num_sources,
                 source_start=int(part[0]) * BLOCK,
                 scope=scope,
-                lineage=lineage,
+                depth=depth,
                 after=last,
             )
             last = int(ids[-1])
@@ -207,11 +207,11 @@ def test_recycled_pages_are_never_a_source() -> None:
 def test_approximate_sources_are_used_only_on_request() -> None:
     library = Library(Similarity(tau=0.5))
     source = text(0, 640)
-    library.read(source, lineage=Lineage.APPROXIMATE)
+    library.read(source, depth=1)
     prompt = edit(source, 0.05, 1)
     assert library.index.match(prompt, SCOPE) == []
-    matches = library.index.match(prompt, SCOPE, allow_approximate=True)
-    assert {match.lineage for match in matches} == {Lineage.APPROXIMATE}
+    matches = library.index.match(prompt, SCOPE, max_depth=1)
+    assert {match.depth for match in matches} == {1}
 
 
 def test_clean_context_takes_beginnings_only() -> None:

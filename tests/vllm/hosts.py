@@ -172,6 +172,15 @@ class Host:
         """Blocks that vLLM or the index could offer to somebody."""
         return {block.block_id for block in self.manager.block_pool.blocks if block.block_hash is not None}
 
+    def continuable(self) -> set[bytes]:
+        """Hashes of approximate blocks that a prompt would find which goes on with all that stands before them."""
+        known, cached = self.side._continuing._known._blocks, self.manager.block_pool.get_cached_block
+        reachable: set[Any] = set()
+        for (before, _), (key, _) in known.items():  # what follows was added later
+            if (before in reachable or isinstance(before, tuple)) and cached(key, [0]):
+                reachable.add(key)
+        return reachable
+
     def count(self, metric: str, label: str = "") -> float:
         """What a counter has counted since `forget`."""
         return float(self.stats.data.get(f"kvgraft:{metric}", {}).get(label, 0))

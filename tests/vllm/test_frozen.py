@@ -65,7 +65,7 @@ def test_the_life_of_a_segment(host: Host):
     assert host.known.pool.num_used == 3
     assert control(host, "freeze", "notes", words(200, 5))["num_segments"] == 1  # replaces the old one
     assert host.known.pool.num_used == 6
-    assert host.ask(Ask(PROMPT, NAIVE, "a"))[0].grafted == 288  # unfrozen, not forgotten
+    assert host.ask(Ask(words(4, 6) + PROMPT, NAIVE, "a"))[0].grafted == 288  # unfrozen, not forgotten
     assert control(host, "delete", "notes")["num_segments"] == 0
     assert control(host, "list") == {"segments": []}
     assert host.known.pool.num_used == 0

@@ -77,10 +77,10 @@ def test_the_namespace_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"reuse": "on"}, "reuse must be 'auto' or 'off', got 'on'"),
-        ({"reuse": True}, "reuse must be 'auto' or 'off', got True"),
-        ({"reuse": None}, "reuse must be 'auto' or 'off', got None"),
-        ({"reuse": ["auto"]}, "reuse must be 'auto' or 'off'"),
+        ({"reuse": "on"}, "reuse must be 'auto', 'exact' or 'off', got 'on'"),
+        ({"reuse": True}, "reuse must be 'auto', 'exact' or 'off', got True"),
+        ({"reuse": None}, "reuse must be 'auto', 'exact' or 'off', got None"),
+        ({"reuse": ["auto"]}, "reuse must be 'auto', 'exact' or 'off'"),
         ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
         ({"match": ["similar"]}, "match must be 'exact' or 'similar', got ['similar']"),
         ({"match": "similar"}, "only identical text is known here, start the server with --kvgraft-match=similar"),

@@ -48,7 +48,7 @@ def test_a_conversation_grafts_what_moved(host: Host, plain: HostProcess):
 def test_what_follows_a_graft_is_a_source_only_if_configured(
     host: Host, monkeypatch: pytest.MonkeyPatch, allowed: bool
 ):
-    monkeypatch.setattr(host.known.index, "approximate_sources", allowed)
+    monkeypatch.setattr(host.known.index, "max_depth", int(allowed))
     host.read(DOCUMENT)
     question = words(200, 3)
     [first] = host.ask(Ask(words(70, 2) + DOCUMENT + question, NAIVE, max_tokens=100))
@@ -60,11 +60,11 @@ def test_what_follows_a_graft_is_a_source_only_if_configured(
 
 def test_approximate_sources_are_told_from_exact_ones(host: Host, monkeypatch: pytest.MonkeyPatch):
     """What has been named while they were allowed is no source when they are not."""
-    monkeypatch.setattr(host.known.index, "approximate_sources", True)
+    monkeypatch.setattr(host.known.index, "max_depth", 1)
     host.read(DOCUMENT)
     opening, question = words(70, 2), words(200, 3)
     host.ask(Ask(opening + DOCUMENT + question, NAIVE))
-    monkeypatch.setattr(host.known.index, "approximate_sources", False)
+    monkeypatch.setattr(host.known.index, "max_depth", 0)
     assert host.ask(Ask(words(5, 4) + question, NAIVE))[0].grafted == 0
     assert host.ask(Ask(words(6, 5) + opening, NAIVE))[0].grafted == 64
 

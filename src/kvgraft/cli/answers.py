@@ -254,6 +254,7 @@ def _print_report(result: "Result", num_restored: int | None) -> None:
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
     console.print(
         f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} prefix + "
+        f"{report.continued_tokens} continued + "
         f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + {report.fresh_tokens} fresh; "
         f"first token after {1e3 * report.ttft_s:.1f} ms ({stages})"
         + ("" if num_restored is None else f"; {num_restored} blocks restored")

@@ -61,7 +61,7 @@ class Engine:
             the policies want.
         residual_layers: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
-        approximate_sources: let content computed after grafts be grafted again.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
@@ -97,7 +97,7 @@ class Engine:
         head_paging: bool = False,
         match: str | Similarity | None = None,
         residual_layers: Sequence[int] = (),
-        approximate_sources: bool = False,
+        max_depth: int = 0,
         require_clean_context: bool = False,
         anchors: Sequence[str] = (),
         pad_segments: bool = False,
@@ -110,6 +110,7 @@ class Engine:
     ) -> None:
         require_at_least("block_size", block_size, 1)
         require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
+        require_at_least("max_depth", max_depth, 0)
         require_amount("document_gib", document_gib)
         self.policy = parse_policy(policy)
         self.decoder = load_decoder(model_dir, dtype, device)
@@ -130,7 +131,7 @@ class Engine:
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
         chunk = -(-max_prefill_tokens // block_size) * block_size
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
-        self.index = ReuseIndex(pool, approximate_sources, require_clean_context, *cuts)
+        self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
         self.store = None if tier is None else tier.store
         self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index), chunk, tier)

@@ -1,5 +1,6 @@
 """What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still hold of both."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,9 +13,13 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.continuation import Continuations, Continued
+from kvgraft.reuse.copies import Copies, is_copied
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.matches import Match
+
+KEY_BYTES = 32  # of approximate blocks in the prefix cache: no content has such a key
 
 
 @dataclass(frozen=True)
@@ -22,14 +27,16 @@ class Reuse:
     """What a sequence takes of what is cached.
 
     Attributes:
-        hits: block -> page of the first list, exact.
+        hits: block -> page of the first list, exact or `continued`.
         matches: what is grafted.
         copied: hit blocks whose local pages are copied: those that local heads see.
+        continued: hits that are not exact, and that the prompt goes on with as they stand.
     """
 
     hits: dict[int, int]
     matches: list[Match]
     copied: list[int]
+    continued: Continued[bytes] | None = None
 
 
 class CacheLookup:
@@ -44,15 +51,20 @@ class CacheLookup:
         self.layout = layout
         self.index = index
         self.local_pages = LocalPages(pool, layout.num_local_lists)
+        self.continuations = Continuations[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
+        self.copies = Copies(pool)
 
     def find(self, sequence: SequenceState, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
-        known = self._exact_hits(sequence)
+        chains = self._chains(sequence)
+        known = self._exact_hits(chains)
+        if not self.layout.num_local_lists:
+            continued = self._continue(sequence, chains, known) if grafts else None
+            return Reuse(known, self._matches(sequence, known) if grafts else [], [], continued)
         complete = self.local_pages.complete(known.values())
         whole = {block: page for (block, page), held in zip(known.items(), complete, strict=True) if held}
-        matches = self._matches(sequence, whole) if grafts else []
-        if matches or not self.layout.num_local_lists:
-            return Reuse(whole, matches, list(whole) if self.layout.num_local_lists else [])
+        if matches := self._matches(sequence, whole) if grafts else []:
+            return Reuse(whole, matches, list(whole))
         layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
         computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
         for block in range(computed - 1, -1, -1):
@@ -68,8 +80,8 @@ class CacheLookup:
         """Let others find the full blocks that the sequence has computed since the last offer.
 
         Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
-        no prefix lookup ever finds them, and they are virtual blocks only if the configuration says so. Of a prompt
-        whose documents were kept in part nothing is offered.
+        no prefix lookup ever finds them, only prompts that go on with all of it do, and they are virtual blocks up to
+        the depth that the configuration allows. Of a prompt whose documents were kept in part nothing is offered.
         """
         size, first = self.pool.block_size, sequence.offer.num_registered
         stop = sequence.num_computed // size
@@ -78,14 +90,27 @@ class CacheLookup:
         pages = sequence.pages.pages
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
         chain = chain_hashes(tokens, size, sequence.scope)
-        is_exact = sequence.exact_blocks(stop)
-        exact = first + np.flatnonzero(is_exact[first:stop])
+        depths = sequence.depths(stop)
+        exact = first + np.flatnonzero(depths[first:stop] == 0)
         for block in exact.tolist():
             self.pool.publish(int(pages[0, block]), chain[block])
+        self._offer_continuation(sequence, chain, depths)
         found = np.array([self.pool.lookup(chain[block]) for block in exact], np.int64)
         self.local_pages.record(found, pages[1:, exact])
         self.local_pages.record(pages[0, first:stop], pages[1:, first:stop])
-        self.index.offer(sequence.offer, tokens, pages[0, :stop], is_exact)
+        self.index.offer(sequence.offer, tokens, pages[0, :stop], depths)
+
+    def leave(self, sequence: SequenceState) -> None:
+        """The sequence gives its pages back: those are noted that only prompts want which go on with it."""
+        if sequence.continuation_keys:
+            stop = sequence.offer.num_registered
+            is_copy = is_copied(sequence.admitted_plan, sequence.depths(stop), self.index.max_depth)
+            self.copies.add(sequence.pages.pages[0, :stop].tolist(), is_copy)
+
+    def make_room(self) -> None:
+        """Give up copies that take the place of what is wanted more."""
+        self.copies.learn(self.continuations.take_lost(), self.index.take_lost())
+        self.copies.trim()
 
     def source_slots(self, plan: Plan) -> Tensor:
         """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
@@ -110,16 +135,39 @@ class CacheLookup:
         local = self.local_pages.of(np.array(pages, np.int64)[seen])
         return [*pages, *local[(local >= 0) & (self.pool.ref_counts[local] == 0)].tolist()]
 
-    def _exact_hits(self, sequence: SequenceState) -> dict[int, int]:
-        """Block -> page of every block whose whole history is cached as it is; never the block of the last token.
+    def _chains(self, sequence: SequenceState) -> list[bytes]:
+        """Keys of the blocks that a prompt may share; never of the last token's."""
+        if not sequence.shares_prefix:
+            return []
+        return chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
+
+    def _exact_hits(self, chains: Iterable[bytes]) -> dict[int, int]:
+        """Block -> page of every block whose whole history is cached as it is.
 
         A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
         """
-        if not sequence.shares_prefix:
-            return {}
-        chain = chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
-        found = ((block, self.pool.lookup(key)) for block, key in enumerate(chain))
+        found = ((block, self.pool.lookup(key)) for block, key in enumerate(chains))
         return {block: page for block, page in found if page is not None}
+
+    def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
+        """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
+        num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
+        continued = self.continuations.find(sequence.way, chains, num_exact)
+        if continued is not None:
+            pages = (self.pool.lookup(key) for key in continued.keys)
+            hits.update((block, page) for block, page in enumerate(pages, continued.first_block) if page is not None)
+        return continued
+
+    def _offer_continuation(self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray) -> None:
+        """Let prompts that begin with all of this sequence go on with its approximate blocks."""
+        if not (depths > 0).any() or self.layout.num_local_lists or not sequence.shares_prefix:
+            return
+        first, keys = int(np.argmax(depths > 0)), sequence.continuation_keys
+        for block in range(first + len(keys), len(depths)):
+            keys.append(os.urandom(KEY_BYTES) if depths[block] else chains[block])
+            if depths[block]:
+                self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
+        self.continuations.add(sequence.way, chains, first, keys, depths[first:].tolist())
 
     def _matches(self, sequence: SequenceState, hit_blocks: Iterable[int]) -> list[Match]:
         free = np.ones(sequence.num_prompt, bool)

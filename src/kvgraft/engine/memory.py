@@ -13,7 +13,6 @@ from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.offer import NEVER
 from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
@@ -129,7 +128,7 @@ class Memory:
 
     def drop_grafts(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
-        sequence.offer.first_approximate = NEVER
+        sequence.rest_on(sequence.continued, (), self.pool.block_size)
         self.note_fallback(sequence, reason)
         sequence.set_plan(sequence.admitted_plan.without_grafts())
 
@@ -137,6 +136,7 @@ class Memory:
         """Give all its pages back; it may be admitted again."""
         self.unpin_sources(sequence)
         if sequence.lists is not None:
+            self.lookup.leave(sequence)
             self.pool.release(sequence.lists.held)
         sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
         sequence.offer.restart()
@@ -144,6 +144,7 @@ class Memory:
     def _find(self, sequence: SequenceState) -> Reuse:
         """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
         reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
+        self.lookup.make_room()
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
         if self.store is not None and spare > 0 and self.store.restore(sequence, reuse, spare):
             reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
@@ -195,9 +196,10 @@ class Memory:
             lists.add_local(self.pool, copied)
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
-        sequence.offer.first_approximate = reuse.matches[0].start if reuse.matches else NEVER
+        sequence.rest_on(reuse.continued, reuse.matches, size)
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
+            sequence.offer.rest_on((span.start, 1) for span in sequence.documents)
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
             plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches)

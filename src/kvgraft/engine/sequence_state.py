@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,9 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.offer import Offer
+from kvgraft.segments.matches import Match
 
 
 @dataclass(eq=False)
@@ -36,6 +38,8 @@ class SequenceState:
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
             together there, so that token t of the answer lies at t - num_dropped.
         plan: how its prompt is obtained.
+        continued: what it goes on with of an earlier prompt, if that is approximate.
+        continuation_keys: of its blocks from the first approximate one on, for prompts that go on with them.
         given_up: why what is known of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
@@ -59,6 +63,8 @@ class SequenceState:
     events: deque[Event] = field(default_factory=deque)
     lists: PageLists | None = None
     plan: Plan | None = None
+    continued: Continued[bytes] | None = None
+    continuation_keys: list[bytes] = field(default_factory=list)
     given_up: str | None = None
     num_indexed: int = 0
     num_computed: int = 0
@@ -94,16 +100,33 @@ class SequenceState:
             raise ValueError("the sequence has not been admitted yet")
         return self.plan
 
-    def exact_blocks(self, count: int) -> np.ndarray:
-        """Which of its first blocks hold exact KV, bool [count]: those before the first graft and exact hits behind."""
+    @property
+    def way(self) -> tuple[object, ...]:
+        """How it recovers and attends: others that go on with its approximate KV do it in the same way."""
+        return str(self.policy), self.matches_similar, self.flow
+
+    def depths(self, count: int) -> np.ndarray:
+        """How far its first blocks are from exact KV, int16 [count]: see `Offer.depths`."""
         size = self.admitted_plan.block_size
-        return self.offer.exact_blocks(count, size, self.admitted_plan.prefix[::size].numpy())
+        hits = self.admitted_plan.prefix[::size].numpy().copy()
+        if self.continued is not None:
+            hits[self.continued.first_block : self.continued.stop_block] = False
+        return self.offer.depths(count, size, hits)
+
+    def rest_on(self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int) -> None:
+        """Note what makes its KV approximate: what it goes on with, and what is grafted."""
+        self.continued = continued
+        self.continuation_keys[:] = continued.keys if continued else ()
+        self.offer.reset()
+        self.offer.rest_on((match.start, match.depth + 1) for match in matches)
+        self.offer.rest_on(continued.steps(block_size) if continued else ())
 
     def set_plan(self, plan: Plan) -> None:
         """Take a plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
-        report.prefix_tokens = int(plan.prefix.sum())
-        report.grafted_tokens = int(plan.grafted.sum())
+        continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
+        report.prefix_tokens, report.continued_tokens = int(plan.prefix.sum()) - continued, continued
+        report.grafted_tokens, report.depth = int(plan.grafted.sum()), self.offer.depth
         report.fresh_tokens = int(plan.fresh.sum())
         report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))
 

@@ -49,7 +49,7 @@ class StoreTier:
         if stop <= offer.num_stored:
             return
         tokens = np.array(sequence.tokens[: stop * size], np.int64)
-        is_exact, namespace = sequence.exact_blocks(stop), sequence.request.namespace
+        is_exact, namespace = sequence.depths(stop) == 0, sequence.request.namespace
         for chunk, blocks in offer.chunks(tokens, is_exact, namespace, self._first_source, length):
             if not self.store.touch(chunk.key):
                 slots = sequence.pages.slots[0, blocks.start * size : blocks.stop * size]

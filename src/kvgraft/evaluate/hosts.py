@@ -118,9 +118,8 @@ class NativeHost:
 class HttpHost:
     """An OpenAI-compatible server with KVGraft, greedy and streaming.
 
-    Every policy reads phase 1 in a namespace of its own; `full` answers each prompt in a new one and reads nothing
-    before, so that no exact hit makes it faster. The others may hit their own last prompt's beginning up to the first
-    graft, which is exact.
+    Each prompt is answered under each policy in a new namespace, in which phase 1 has been read (not for `full`, which
+    no exact hit is to make faster): so nothing of what other prompts have computed is reused.
     """
 
     def __init__(self, url: str) -> None:
@@ -136,14 +135,13 @@ class HttpHost:
         return {"host": "http", "model": self.model}
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
-        for policy in policies:
-            options = {"policy": policy, "namespace": uuid.uuid4().hex}
-            for segments in item.phase_1 if policy != "full" else ():
-                self._send(segments, {"reuse": "off", "namespace": options["namespace"]}, 1)
-            for number, ask in enumerate(item.phase_2):
-                if policy == "full":
-                    options = {"reuse": "off", "namespace": uuid.uuid4().hex}
-                yield number, policy, self._send(ask.segments, options, ask.max_tokens)
+        for number, ask in enumerate(item.phase_2):
+            for policy in policies:
+                namespace = uuid.uuid4().hex
+                for segments in item.phase_1 if policy != "full" else ():
+                    self._send(segments, {"reuse": "exact", "namespace": namespace}, 1)
+                options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
+                yield number, policy, self._send(ask.segments, options | {"namespace": namespace}, ask.max_tokens)
 
     def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> Answer:
         body = {

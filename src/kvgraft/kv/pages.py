@@ -87,6 +87,12 @@ class PagePool:
         """Mark content as worth finding again: it outlives its last reference until it is reclaimed."""
         self._kept[pages] = True
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Let nobody find what these free pages hold: they are the next to be reclaimed."""
+        for page in pages:
+            self._free.move_to_end(page, last=False)
+        self._drop([page for page in pages if self._kept[page]])
+
     def publish(self, page: int, chain_hash: bytes) -> None:
         """Offer a page's *exact* content to prefix lookups. The first page of a hash stays the canonical one."""
         if self._page_by_hash.setdefault(chain_hash, page) == page:

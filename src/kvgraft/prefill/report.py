@@ -8,6 +8,7 @@ class Outcome(StrEnum):
     """What became of a prompt."""
 
     GRAFTED = "grafted"  # known text was grafted, beside whatever was an exact prefix
+    CONTINUED = "continued"  # nothing was grafted; it goes on with KV of an earlier prompt that held grafts
     PREFIX_ONLY = "prefix_only"  # nothing was grafted; exact prefix hits were used
     MISS = "miss"  # nothing was known
     OFF = "off"  # it was not to be grafted, or could not be
@@ -48,22 +49,26 @@ class PrefillReport:
     """Where the tokens of a prompt came from and where its time went.
 
     Attributes:
-        prompt_tokens: prefix + grafted + fresh.
+        prompt_tokens: prefix + continued + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
+        continued_tokens: KV of an earlier prompt with all these tokens, which held or followed grafts, as it stands.
         grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
         fresh_tokens: held by no cache.
+        depth: how far from exact what its answer rests on is: 0, or d + 1 with grafts of depth d.
         computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
             prompts its share, by the (token, layer) pairs computed.
-        outcome: what became of it, an `Outcome`; `reason` is why nothing was grafted, one of REASONS, or None.
+        outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one of REASONS, or None.
     """
 
     policy: str = ""
     prompt_tokens: int = 0
     prefix_tokens: int = 0
+    continued_tokens: int = 0
     grafted_tokens: int = 0
     recomputed_tokens: int = 0
     fresh_tokens: int = 0
+    depth: int = 0
     computed_share: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     outcome: str = ""
@@ -71,16 +76,18 @@ class PrefillReport:
 
     def conclude(self, reason: str | None) -> None:
         """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""
-        self.reason = None if self.grafted_tokens else reason
         if self.grafted_tokens:
             outcome = Outcome.GRAFTED
         elif reason in FALLBACKS:
             outcome = Outcome.FALLBACK
         elif reason in REFUSALS:
             outcome = Outcome.OFF
+        elif self.continued_tokens:
+            outcome = Outcome.CONTINUED
         else:
             outcome = Outcome.PREFIX_ONLY if self.prefix_tokens else Outcome.MISS
         self.outcome = outcome.value
+        self.reason = None if outcome in (Outcome.GRAFTED, Outcome.CONTINUED) else reason
 
     @property
     def fallback(self) -> str | None:

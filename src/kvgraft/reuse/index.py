@@ -6,7 +6,7 @@ import numpy as np
 
 from kvgraft.reuse.offer import Offer
 from kvgraft.reuse.pages import Pages
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 
@@ -15,7 +15,7 @@ class ReuseIndex:
     """Finds known text for prompts, and registers what requests have computed.
 
     Args:
-        approximate_sources: let content computed after grafts be grafted again (off: exact content only).
+        max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in.
         similarity, anchors: of near-duplicates, see `SegmentIndex`.
     """
@@ -23,7 +23,7 @@ class ReuseIndex:
     def __init__(
         self,
         pool: Pages,
-        approximate_sources: bool = False,
+        max_depth: int = 0,
         require_clean_context: bool = False,
         similarity: Similarity | None = None,
         anchors: Iterable[Sequence[int]] = (),
@@ -31,7 +31,7 @@ class ReuseIndex:
         self.pool = pool
         self.cuts = similarity, list(anchors)
         self.segments = SegmentIndex(pool.block_size, pool.is_live, *self.cuts)
-        self.approximate_sources = approximate_sources
+        self.max_depth = max_depth
         self.require_clean_context = require_clean_context
 
     def __len__(self) -> int:
@@ -50,16 +50,21 @@ class ReuseIndex:
             scope,
             free=free,
             similar=similar,
-            allow_approximate=self.approximate_sources,
+            max_depth=self.max_depth,
             require_clean_context=self.require_clean_context,
         )
+
+    def take_lost(self) -> int:
+        """Blocks that prompts would have grafted, had they not been reclaimed; since the last call."""
+        lost, self.segments.blocks.num_lost = self.segments.blocks.num_lost, 0
+        return lost
 
     def offer(
         self,
         offer: Offer,
         tokens: np.ndarray,
         pages: np.ndarray,
-        is_exact: np.ndarray,
+        depths: np.ndarray,
         *,
         unlimited: bool = False,
     ) -> None:
@@ -68,14 +73,14 @@ class ReuseIndex:
         Args:
             tokens: of all its n full blocks, int64 [n * block_size].
             pages: where they are, int64 [n].
-            is_exact: bool [n]. Others are approximate: registered only with `approximate_sources`.
+            depths: int [n], see `Offer.depths`. Those beyond `max_depth` are not registered.
             unlimited: register blocks even where enough others hold the content (what is frozen outlives them).
         """
         first, stop = offer.num_registered, len(pages)
-        cuts = (first + 1 + np.flatnonzero(np.diff(is_exact[first:stop]))).tolist()
+        cuts = (first + 1 + np.flatnonzero(np.diff(depths[first:stop]))).tolist()
         for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
             if begin < end:
-                self._register(offer, tokens, pages, slice(begin, end), bool(is_exact[begin]), unlimited)
+                self._register(offer, tokens, pages, slice(begin, end), int(depths[begin]), unlimited)
         offer.num_registered = max(first, stop)
 
     def register(
@@ -89,10 +94,10 @@ class ReuseIndex:
         return found
 
     def _register(
-        self, offer: Offer, tokens: np.ndarray, pages: np.ndarray, where: slice, exact: bool, unlimited: bool
+        self, offer: Offer, tokens: np.ndarray, pages: np.ndarray, where: slice, depth: int, unlimited: bool
     ) -> None:
-        """Consecutive blocks of one lineage."""
-        if not (exact or self.approximate_sources):
+        """Consecutive blocks of one depth."""
+        if depth > self.max_depth:
             offer.last_entry = -1
             return
         size, held = self.pool.block_size, pages[where].tolist()
@@ -104,11 +109,11 @@ class ReuseIndex:
             source=offer.source,
             source_start=where.start * size,
             scope=offer.scope,
-            lineage=Lineage.EXACT if exact else Lineage.APPROXIMATE,
+            depth=depth,
             after=offer.last_entry,
             unlimited=unlimited,
         )
-        if not exact:
+        if depth:
             offer.approximate_pages.update(page for page, entry in zip(held, ids.tolist(), strict=True) if entry >= 0)
         offer.last_entry = int(ids[-1])
         offer.num_entries += int((ids >= 0).sum())

@@ -1,6 +1,6 @@
 """What one request leaves behind for others to reuse, and how much of it they know of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,6 +21,7 @@ class Offer:
         scope: digest of model and namespace, the root of every key of its content.
         source: number of this token sequence, of no other one.
         first_approximate: position from which its KV may differ from full recomputation.
+        steps: (position, depth) of what it rests on: from that position on its KV has at least this depth.
         num_registered: leading blocks that were offered; `last_entry` is the index entry of the last of them.
         num_stored: leading blocks that the store was given.
         num_entries: index entries that it has added.
@@ -30,6 +31,7 @@ class Offer:
     scope: bytes
     source: int = -1
     first_approximate: int = NEVER
+    steps: tuple[tuple[int, int], ...] = ()
     num_registered: int = 0
     last_entry: int = -1
     num_stored: int = 0
@@ -40,18 +42,34 @@ class Offer:
         if self.source < 0:
             self.source = next(_numbers)
 
+    def reset(self, num_exact: int = NEVER) -> None:
+        """It rests on nothing approximate; behind its first num_exact tokens its KV is approximate anyway."""
+        self.steps, self.first_approximate = (), num_exact
+
+    def rest_on(self, steps: Iterable[tuple[int, int]]) -> None:
+        """From these positions on its KV has at least these depths."""
+        self.steps = (*self.steps, *steps)
+        self.first_approximate = min([self.first_approximate, *(position for position, _ in self.steps)])
+
     def restart(self) -> None:
         """Its blocks have been given back, and it will have others; what was stored stays stored."""
         self.num_registered, self.last_entry = 0, -1
         self.approximate_pages.clear()
 
-    def exact_blocks(self, num_blocks: int, block_size: int, hits: np.ndarray | None = None) -> np.ndarray:
-        """Which of its first blocks hold exact KV, bool [num_blocks]: those that end before the first graft, and exact
-        `hits` bool [h] behind it."""
-        is_exact = np.arange(1, num_blocks + 1) * block_size <= self.first_approximate
+    @property
+    def depth(self) -> int:
+        """The greatest that it rests on."""
+        return max((depth for _, depth in self.steps), default=0)
+
+    def depths(self, num_blocks: int, block_size: int, hits: np.ndarray | None = None) -> np.ndarray:
+        """How far its first blocks are from exact KV, int16 [num_blocks]: 0 for those that end before the first graft,
+        and for exact `hits` bool [h] behind it; d + 1 behind grafts of depth d, or behind what it goes on with."""
+        found = np.zeros(num_blocks, np.int16)
+        for position, depth in (*self.steps, (self.first_approximate, 1)):
+            found[position // block_size :] = np.maximum(found[position // block_size :], depth)
         if hits is not None:
-            is_exact[: hits.size] |= hits[:num_blocks]
-        return is_exact
+            found[: hits.size][hits[:num_blocks]] = 0
+        return found
 
     def chunks(
         self, tokens: np.ndarray, is_exact: np.ndarray, namespace: str, first_source: int, chunk_blocks: int

@@ -14,10 +14,15 @@ class Pages(PinnablePages, Protocol):
     @property
     def block_size(self) -> int: ...
     @property
+    def num_pages(self) -> int: ...
+    @property
     def num_free(self) -> int: ...
     def allocate(self, count: int) -> list[int]: ...
     def keep(self, pages: Sequence[int]) -> None:
         """Mark content as worth finding again: it outlives its last reference until it is reclaimed."""
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Let nobody find what these pages hold; free ones are the next to be reclaimed."""
 
     def versions_of(self, pages: Sequence[int]) -> np.ndarray:
         """int64 [n]: version of the content of each page."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.run_selection import grow, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, occurrence
 
@@ -20,19 +20,20 @@ _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
 class _Prompt:
     tokens: np.ndarray  # int32 [T]
     scope: bytes
-    ceiling: Lineage  # what entries may be used
+    max_depth: int  # of entries that may be used
     from_start: bool  # only runs that begin where their source begins
     unclaimed: bytearray  # [T], 1 where a token may still be grafted
 
 
 @dataclass
 class _Run:
-    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them."""
+    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth."""
 
     start: int
     length: int
     source_start: int
     ids: list[int]
+    depth: int
 
 
 class VirtualBlockIndex:
@@ -42,8 +43,8 @@ class VirtualBlockIndex:
         block_size: tokens per block.
         is_live: (pages int32 [n], versions int64 [n]) -> bool [n], whether each page still holds the content that it
             had under that version. Entries found dead are dropped.
-        max_sources: entries kept of one content in one scope. Approximate entries never keep an exact one out, so
-            there may be as many of each lineage.
+        max_sources: entries kept of one content in one scope. Those of a greater depth never keep one out, so there
+            may be as many of each depth.
     """
 
     def __init__(self, block_size: int, is_live: IsLive, *, max_sources: int = 4) -> None:
@@ -53,6 +54,7 @@ class VirtualBlockIndex:
         self.block_size = block_size
         self.max_sources = max_sources
         self._entries = EntryTable(block_size, is_live)
+        self.num_lost = 0  # blocks that prompts would have had, but for their having been reclaimed
         self._secret = os.urandom(32)  # of the lookup hashes: nobody can make them collide
 
     def __len__(self) -> int:
@@ -72,7 +74,7 @@ class VirtualBlockIndex:
         source: int,
         source_start: int,
         scope: bytes,
-        lineage: Lineage = Lineage.EXACT,
+        depth: int = 0,
         after: int = -1,
         unlimited: bool = False,
     ) -> np.ndarray:
@@ -85,15 +87,16 @@ class VirtualBlockIndex:
             source: identity of the sequence, of no other one.
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
+            depth: of the blocks, see `Match`.
             after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
             unlimited: name the blocks even where max_sources others hold the content, since these will outlive them.
 
         Returns:
             Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
-            max_sources live entries already hold the content. A block once approximate stays so.
+            max_sources live entries already hold the content. The depth of a block never gets less.
         """
         tokens, pages, versions = as_int32("tokens", tokens), as_int32("pages", pages), np.asarray(versions, np.int64)
-        self._check_insertion(tokens, pages, versions, source, source_start, after)
+        self._check_insertion(tokens, pages, versions, source, source_start, after, depth)
         blocks = tokens.reshape(-1, self.block_size)
         starts = source_start + self.block_size * np.arange(len(blocks), dtype=np.int32)
         ids = np.empty(len(blocks), np.int32)
@@ -101,7 +104,7 @@ class VirtualBlockIndex:
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
             limit = sys.maxsize if unlimited else self.max_sources
-            ids[batch] = self._insert(blocks[batch], columns, source, scope, Lineage(lineage), limit)
+            ids[batch] = self._insert(blocks[batch], columns, source, scope, depth, limit)
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
@@ -111,20 +114,21 @@ class VirtualBlockIndex:
         scope: bytes,
         *,
         free: np.ndarray | None = None,
-        allow_approximate: bool = False,
+        max_depth: int = 0,
         require_clean_context: bool = False,
     ) -> list[Match]:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
-        earlier offset, then lower entry id); what others lose by that is cut off in whole blocks. Then runs grow token
-        by token into the neighbouring blocks of their source.
+        earlier offset, then lower entry id); what others lose by that is cut off in whole blocks. Blocks of a greater
+        depth come after all others, for what is left. Then runs grow token by token into the neighbouring blocks of
+        their source.
 
         Args:
             tokens: the prompt, int [T].
             scope: `scope_digest` of model and namespace; entries of another scope are never found.
             free: bool [T], positions that may be grafted (None: all).
-            allow_approximate: use blocks of approximate lineage too.
+            max_depth: use blocks of at most this depth.
             require_clean_context: use only what its source began with. The KV of other text carries the context that
                 it was first read in, which may be hostile.
         """
@@ -132,13 +136,16 @@ class VirtualBlockIndex:
         free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
         if free.dtype != bool or free.shape != tokens.shape:
             raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {tokens.shape}")
-        ceiling = Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
-        prompt = _Prompt(tokens, scope, ceiling, require_clean_context, unclaimed=bytearray(free.tobytes()))
-        runs = self._claim(prompt, *self._candidates(prompt, free))
+        prompt = _Prompt(tokens, scope, max_depth, require_clean_context, unclaimed=bytearray(free.tobytes()))
+        starts, ids = self._candidates(prompt, free)
+        depths = self._entries.depth[ids]
+        runs: list[_Run] = []
+        for depth in np.unique(depths).tolist():
+            runs += self._claim(prompt, starts[depths <= depth], ids[depths <= depth], depth)
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
-        runs.sort(key=lambda run: run.start)
-        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in runs]
+        joined = self._join(sorted(runs, key=lambda run: run.start))
+        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in joined]
 
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
@@ -154,14 +161,14 @@ class VirtualBlockIndex:
         check_scope(scope)
         return hashlib.sha256(self._secret + scope).digest()
 
-    def around(self, entry: int, before: int, after: int, scope: bytes, ceiling: Lineage) -> np.ndarray:
+    def around(self, entry: int, before: int, after: int, scope: bytes, max_depth: int) -> np.ndarray:
         """Ids of the entries of consecutive blocks of one source, int32: this one with up to so many on either side.
 
-        All are live, within the lineage, and their tokens verified; empty if this one is not.
+        All are live, of at most this depth, and their tokens verified; empty if this one is not.
         """
         entries = self._entries
         ids = np.array([*entries.walk(entry, -1, before)[::-1], entry, *entries.walk(entry, +1, after)], np.int32)
-        usable = entries.live(ids) & (entries.lineage[ids] <= ceiling)
+        usable = entries.live(ids) & (entries.depth[ids] <= max_depth)
         usable &= (block_digests(entries.tokens[ids], scope) == entries.digest[ids]).all(axis=1)
         here = int(np.flatnonzero(ids == entry)[0])
         if not usable[here]:
@@ -171,11 +178,18 @@ class VirtualBlockIndex:
 
     def as_match(self, start: int, length: int, source_start: int, ids: np.ndarray) -> Match:
         """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover it by blocks."""
-        pages, lineage = self._entries.page[ids], Lineage(int(self._entries.lineage[ids].max()))
-        return Match(start, length, source_start, pages, lineage)
+        pages, depth = self._entries.page[ids], int(self._entries.depth[ids].max())
+        return Match(start, length, source_start, pages, depth)
 
     def _check_insertion(
-        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        versions: np.ndarray,
+        source: int,
+        source_start: int,
+        after: int,
+        depth: int,
     ) -> None:
         size, capacity = self.block_size, self._entries.capacity
         if not len(tokens) == size * len(pages) == size * len(versions):
@@ -187,6 +201,8 @@ class VirtualBlockIndex:
             raise ValueError(f"source is {source}, must be a signed 64-bit integer")
         if source_start < 0 or source_start % size or source_start + len(tokens) >= 2**31:
             raise ValueError(f"source_start is {source_start}, must be a multiple of {size}, the end below 2^31")
+        if not 0 <= depth < 2**15:
+            raise ValueError(f"depth is {depth}, must be in [0, 2^15)")
         if not -1 <= after < capacity:
             raise ValueError(f"after is {after}, must be -1 or an entry id below {capacity}")
 
@@ -196,7 +212,7 @@ class VirtualBlockIndex:
         columns: dict[str, np.ndarray],
         source: int,
         scope: bytes,
-        lineage: Lineage,
+        depth: int,
         max_sources: int,
     ) -> np.ndarray:
         entries, digests = self._entries, block_digests(blocks, scope)
@@ -207,8 +223,8 @@ class VirtualBlockIndex:
         ids = np.full(len(blocks), -1, np.int32)
         known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
         ids[rows[known]] = held[known]
-        entries.lineage[held[known]] = np.maximum(entries.lineage[held[known]], lineage)
-        num_sources = np.bincount(rows[entries.lineage[held] <= lineage], minlength=len(blocks))
+        entries.depth[held[known]] = np.maximum(entries.depth[held[known]], depth)
+        num_sources = np.bincount(rows[entries.depth[held] <= depth], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
         new = new[num_sources[new] + occurrence(digests[new].view(np.uint64)[:, 0]) < max_sources]
         columns = {"tokens": blocks, "digest": digests, **columns}
@@ -216,7 +232,7 @@ class VirtualBlockIndex:
             keys[new],
             **{name: column[new] for name, column in columns.items()},
             source=source,
-            lineage=lineage,
+            depth=depth,
             previous=-1,
             following=-1,
         )
@@ -229,16 +245,18 @@ class VirtualBlockIndex:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
         offsets = np.flatnonzero(sliding_window_view(free, self.block_size).all(axis=1))
+        lost_before = entries.num_lost
         rows, ids = entries.find(keys[offsets])
+        self.num_lost += entries.num_lost - lost_before
         starts = offsets[rows]
-        equal = (entries.lineage[ids] <= prompt.ceiling) & (windows[starts] == entries.tokens[ids]).all(axis=1)
+        equal = (entries.depth[ids] <= prompt.max_depth) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         starts, ids = starts[equal], ids[equal]
         offsets, rows = np.unique(starts, return_inverse=True)
         authentic = (block_digests(windows[offsets], prompt.scope)[rows] == entries.digest[ids]).all(axis=1)
         return starts[authentic], ids[authentic]
 
-    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray) -> list[_Run]:
-        """Form runs of the candidates and claim their positions, longest first."""
+    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, depth: int) -> list[_Run]:
+        """Form runs of the candidates, of at most this depth, and claim their positions, longest first."""
         source, source_start = self._entries.source[ids], self._entries.source_start[ids]
         blocks = np.stack((source, source_start - starts, starts, ids), axis=1)  # [n, 4]
         blocks = blocks[np.lexsort(blocks.T[::-1])]
@@ -250,14 +268,31 @@ class VirtualBlockIndex:
         may_begin = (not prompt.from_start) | (self._entries.source_start[blocks[:, 3]] == 0)
         runs = []
         for first, stop in longest_first(offsets, entries, edges, may_begin, prompt.unclaimed, self.block_size):
-            source_first = int(self._entries.source_start[entries[first]])
-            runs.append(_Run(offsets[first], self.block_size * (stop - first), source_first, entries[first:stop]))
+            source_first, length = int(self._entries.source_start[entries[first]]), self.block_size * (stop - first)
+            runs.append(_Run(offsets[first], length, source_first, entries[first:stop], depth))
         return runs
+
+    def _join(self, runs: list[_Run]) -> list[_Run]:
+        """Runs, by start; those that follow each other in the same source are one, whatever their depths."""
+        joined: list[_Run] = []
+        for run in runs:
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and (last.start + last.length, last.source_start + last.length) == (run.start, run.source_start)
+                and self._entries.source[last.ids[0]] == self._entries.source[run.ids[0]]
+            ):
+                last.length += run.length
+                last.ids += run.ids
+            else:
+                joined.append(run)
+        return joined
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
         """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
-        for run, neighbour in zip(runs, self._neighbours(prompt, edges, step).tolist(), strict=True):
+        depths = np.array([run.depth for run in runs], np.int16)
+        for run, neighbour in zip(runs, self._neighbours(prompt, edges, depths, step).tolist(), strict=True):
             if neighbour < 0:
                 continue
             position = run.start + run.length if step > 0 else run.start - 1
@@ -269,10 +304,11 @@ class VirtualBlockIndex:
                 run.ids.insert(0, neighbour)
                 run.start, run.source_start = run.start - count, run.source_start - count
 
-    def _neighbours(self, prompt: _Prompt, ids: np.ndarray, step: int) -> np.ndarray:
-        """The live entry next to each in its source, verified as a candidate is, or -1: int32 [n]."""
+    def _neighbours(self, prompt: _Prompt, ids: np.ndarray, depths: np.ndarray, step: int) -> np.ndarray:
+        """The live entry next to each in its source, of at most this depth, verified as a candidate is, or -1: int32
+        [n]."""
         entries, near = self._entries, self._entries.adjacent(ids, step)
-        allowed = (near >= 0) & (entries.lineage[near] <= prompt.ceiling)
+        allowed = (near >= 0) & (entries.depth[near] <= depths)
         digests = block_digests(entries.tokens[near[allowed]], prompt.scope)
         allowed[allowed] = (digests == entries.digest[near[allowed]]).all(axis=1)
         return np.where(allowed, near, -1)

@@ -1,16 +1,8 @@
 """What can be grafted where: the result of every index, and what plans are made of."""
 
-import enum
 from dataclasses import dataclass
 
 import numpy as np
-
-
-class Lineage(enum.IntEnum):
-    """What the KV of a block was computed from: only exact KV, or grafted KV as well."""
-
-    EXACT = 0
-    APPROXIMATE = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +12,14 @@ class Match:
     Attributes:
         source_start: position in the source of the first token; any token, not only a block's first.
         pages: int32, physical blocks that cover [source_start, source_start + length) of the source.
-        lineage: APPROXIMATE if any of the blocks is.
+        depth: the greatest of the blocks: 0 is exact KV, d + 1 what was computed over grafts of depth d.
     """
 
     start: int
     length: int
     source_start: int
     pages: np.ndarray
-    lineage: Lineage
+    depth: int
 
     def source_slots(self, block_size: int) -> np.ndarray:
         """Slot of each token in the paged KV pool, int64 [length]."""
@@ -43,6 +35,6 @@ class Match:
             start = max(begin * block_size - first, 0)
             length = min(end * block_size - first, self.length) - start
             parts.append(
-                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.lineage)
+                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.depth)
             )
         return parts

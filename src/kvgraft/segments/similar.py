@@ -13,7 +13,7 @@ from rapidfuzz.distance import LCSseq
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import as_int32
-from kvgraft.segments.matches import Lineage, Match
+from kvgraft.segments.matches import Match
 from kvgraft.segments.minhash import band_keys, bands, compact, similarity
 from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
 from kvgraft.segments.table import EntryTable, Table, occurrence
@@ -107,7 +107,7 @@ class SimilarIndex:
         scope: bytes,
         *,
         free: np.ndarray | None = None,
-        allow_approximate: bool = False,
+        max_depth: int = 0,
         require_clean_context: bool = False,
     ) -> list[Match]:
         """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and near-duplicates."""
@@ -115,16 +115,16 @@ class SimilarIndex:
             tokens,
             scope,
             free=free,
-            allow_approximate=allow_approximate,
+            max_depth=max_depth,
             require_clean_context=require_clean_context,
         )
         tokens = as_int32("tokens", tokens)
         unclaimed = np.ones(len(tokens), bool) if free is None else free.copy()
         for match in exact:
             unclaimed[match.start : match.start + match.length] = False
-        matches, ceiling = exact, Lineage.APPROXIMATE if allow_approximate else Lineage.EXACT
+        matches = exact
         for region in self._regions(tokens, unclaimed, scope):
-            matches += self._graft(tokens, region, unclaimed, scope, ceiling, require_clean_context)
+            matches += self._graft(tokens, region, unclaimed, scope, max_depth, require_clean_context)
         return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
@@ -199,7 +199,7 @@ class SimilarIndex:
         region: "_Region",
         unclaimed: np.ndarray,
         scope: bytes,
-        ceiling: Lineage,
+        max_depth: int,
         from_start: bool,
     ) -> list[Match]:
         """Align a region, and a window more on either side, with its source; claims and returns the identical runs."""
@@ -210,7 +210,7 @@ class SimilarIndex:
             return []
         margin = options.window_tokens + options.tolerance_tokens
         after = -(-(region.stop - region.start + margin + size) // size)
-        ids = self.blocks.around(region.entry, -(-margin // size), after, scope, ceiling)
+        ids = self.blocks.around(region.entry, -(-margin // size), after, scope, max_depth)
         if not len(ids):
             return []
         origin = int(entries.source_start[ids[0]])

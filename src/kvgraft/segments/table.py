@@ -100,6 +100,7 @@ class Table(ABC):
         self._held = np.zeros(0, bool)
         self._by_key = HashTable()
         self._vacant = np.empty(0, np.int32)  # ids to give out
+        self.num_lost = 0  # keys asked for of which no live row was left
 
     def __len__(self) -> int:
         return len(self._by_key) // self._keys_per_row
@@ -118,10 +119,12 @@ class Table(ABC):
         """Whether what the rows are about is still there, bool [n]."""
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets."""
+        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets, and counts what
+        is lost by that."""
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
+        self.num_lost += len(np.setdiff1d(rows[~live], rows[live]))
         self._remove(np.unique(ids[~live]))
         return rows[live], ids[live]
 
@@ -178,7 +181,7 @@ class EntryTable(Table):
         self.source_start = np.empty(0, np.int32)  # position of its first token there
         self.previous = np.empty(0, np.int32)  # entry before it in the source, or -1; its id may be another's by now
         self.following = np.empty(0, np.int32)
-        self.lineage = np.empty(0, np.int8)
+        self.depth = np.empty(0, np.int16)  # see `Match`
         super().__init__()
         self._is_live = is_live
 

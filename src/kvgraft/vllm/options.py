@@ -33,7 +33,7 @@ class RequestOptions:
 
     Attributes:
         policy: the method with its options.
-        reuse: False computes everything that is no exact prefix hit.
+        reuse: False takes exact prefix hits only, and computes everything else.
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
     """
@@ -45,8 +45,8 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
-        """From `{"policy": name, "reuse": "auto" | "off", "match": "exact" | "similar", "namespace": text, <policy
-        option>: value}`, all optional.
+        """From `{"policy": name, "reuse": "auto" | "exact" | "off", "match": "exact" | "similar", "namespace": text,
+        <policy option>: value}`, all optional. `off` is another word for `exact`.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
 
@@ -56,8 +56,8 @@ class RequestOptions:
         name, reuse, namespace = given.get("policy"), given.get("reuse", "auto"), given.get("namespace", "")
         if not (name is None or isinstance(name, str)):
             raise ValueError(f"policy must be a string, got {name!r}")
-        if reuse not in ("auto", "off"):
-            raise ValueError(f"reuse must be 'auto' or 'off', got {reuse!r}")
+        if reuse not in ("auto", "exact", "off"):
+            raise ValueError(f"reuse must be 'auto', 'exact' or 'off', got {reuse!r}")
         check_name("namespace", namespace, may_be_empty=True)
         similar = wants_similar(given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR)
         base = default.policy if name in (None, default.policy.name) else served_policy(str(name))

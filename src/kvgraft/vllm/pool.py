@@ -1,6 +1,7 @@
 """vLLM's block pool as our own code sees pages: virtual and frozen blocks live in it, nothing is copied."""
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,10 @@ class SharedPool:
         """The pages that vLLM finds by these hashes."""
         found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in block_hashes)
         return [block[0].block_id for block in found if block]
+
+    def num_cached(self, block_hashes: Iterable[Any]) -> int:
+        """How many of these, from the first on, vLLM finds."""
+        return sum(1 for _ in takewhile(lambda block_hash: self._pool.get_cached_block(block_hash, [0]), block_hashes))
 
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds; ValueError if there are not so many."""

@@ -10,7 +10,7 @@ from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
 
-RENAMED = {"exits": "residual_layers"}  # settings by the names that they had before 0.2
+RENAMED = {"exits": "residual_layers", "approximate_sources": "max_depth"}  # settings by the names that they had
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class KVGraftSettings:
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
-        approximate_sources: let content computed after grafts be grafted again.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
         frozen_capacity: share of the pool that frozen blocks may take.
@@ -40,7 +40,7 @@ class KVGraftSettings:
     policy: str = DEFAULT_POLICY
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
-    approximate_sources: bool = False
+    max_depth: int = 0
     require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
@@ -114,7 +114,7 @@ class KVGraftSettings:
         require_amount("store_ram_gib", settings.store_ram_gib)
         _ = settings.store
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
-        for name in ("approximate_sources", "require_clean_context"):
-            if not isinstance(getattr(settings, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(settings, name)!r}")
+        require_at_least("max_depth", settings.max_depth, 0)
+        if not isinstance(settings.require_clean_context, bool):
+            raise ValueError(f"require_clean_context must be true or false, got {settings.require_clean_context!r}")
         return settings

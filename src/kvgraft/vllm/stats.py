@@ -20,9 +20,11 @@ class Metric:
 
 METRICS = {
     "kvgraft:requests_total": Metric(
-        Counter, "Admitted requests by outcome: grafted, prefix_only, miss, off, fallback.", "outcome"
+        Counter, "Admitted requests by outcome: grafted, continued, prefix_only, miss, off, fallback.", "outcome"
     ),
-    "kvgraft:tokens_total": Metric(Counter, "Prompt tokens by kind: prefix, grafted, recomputed, fresh.", "kind"),
+    "kvgraft:tokens_total": Metric(
+        Counter, "Prompt tokens by kind: prefix, continued, grafted, recomputed, fresh.", "kind"
+    ),
     "kvgraft:misses_total": Metric(Counter, "Requests that grafted nothing, by reason.", "reason"),
     "kvgraft:fallbacks_total": Metric(
         Counter, "Requests whose grafts were given up, all or in part, by reason.", "reason"

@@ -9,7 +9,7 @@ from kvgraft.segments.prompt import Segment
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.testbed import MODEL_DIR
 from research.cross_query.asking import Agent, KnownText, sampling_of
-from research.cross_query.conditions import ABLATIONS, CONDITIONS, MAIN, SWEPT, find_conditions, name_of
+from research.cross_query.conditions import ABLATIONS, ANY_DEPTH, CONDITIONS, MAIN, SWEPT, find_conditions, name_of
 
 PAGE = "the code of lamp is 42 . the old river slept near the hill . the quiet road waited near the river . " * 2
 QUESTION = "question : code of lamp ? answer :"
@@ -19,7 +19,7 @@ def test_ours_base_is_the_paper_s():
     condition = CONDITIONS["similar"]
     assert condition.similar == Similar(reused_share=0.375, halo_tokens=8, probe_tokens=1, max_kl=0.1)
     assert condition.similarity == Similarity(tau=0.8, context_tau=0.5, context_tokens=64)
-    assert condition.approximate_sources
+    assert condition.max_depth == ANY_DEPTH
 
 
 def test_every_condition_parses_and_ablations_change_one_thing():

@@ -47,13 +47,14 @@ def test_our_flags_become_settings_of_the_connector():
         "sparsex:recompute_share=0.2",
         "--kvgraft-watermark",
         "0.5",
-        "--kvgraft-approximate-sources",
+        "--kvgraft-max-depth",
+        "2",
     ]
     flags.append("--kvgraft-require-clean-context")
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
         "policy": "sparsex:recompute_share=0.2",
         "watermark": 0.5,
-        "approximate_sources": True,
+        "max_depth": 2,
         "require_clean_context": True,
     }
 

@@ -130,7 +130,7 @@ BAD_PARAMS = [
     ({"kvgraft": {"boundary_layers": True}}, "boundary_layers must be an integer"),
     ({"kvgraft": {"policy": "magic"}}, "unknown policy 'magic'"),
     ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no option 'topk'"),
-    ({"kvgraft": {"reuse": False}}, "reuse must be 'auto' or 'off'"),
+    ({"kvgraft": {"reuse": False}}, "reuse must be 'auto', 'exact' or 'off'"),
     ({"kvgraft": {"namespace": "a\n"}}, "namespace must be a printable string"),
     ({"kvgraft": {"namespace": "n" * 129}}, "namespace must be a printable string"),
 ]

@@ -6,7 +6,7 @@ from kvgraft.vllm.server.request_log import RECENT, Entry, RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
-GRAFTED = Report("sparsex", 100, 20, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]])
+GRAFTED = Report("sparsex", 100, 20, 0, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]])
 
 
 def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
@@ -23,6 +23,7 @@ def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
     ("report", "outcome"),
     [
         (GRAFTED, "grafted"),
+        (Report(prompt_tokens=9, prefix_tokens=2, continued_tokens=6, fresh_tokens=1, depth=1), "continued"),
         (Report(prompt_tokens=3, prefix_tokens=2, fresh_tokens=1), "prefix_only"),
         (Report(prompt_tokens=3, fresh_tokens=3, reason="no_known_text"), "miss"),
     ],
@@ -32,6 +33,7 @@ def test_the_outcome_follows_from_the_report(report: Report, outcome: str):
     assert (entry.outcome, entry.reason, entry.spans) == (outcome, report.reason, report.spans)
     assert entry.tokens == {
         "prefix": report.prefix_tokens,
+        "continued": report.continued_tokens,
         "grafted": report.grafted_tokens,
         "recomputed": report.recomputed_tokens,
         "fresh": report.fresh_tokens,
@@ -63,13 +65,19 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
     assert alice["totals"]["misses"] == {}
     assert bob["totals"] == {
         "requests": {"miss": 2},
-        "tokens": {"prefix": 0, "grafted": 0, "recomputed": 0, "fresh": 14},
+        "tokens": {"prefix": 0, "continued": 0, "grafted": 0, "recomputed": 0, "fresh": 14},
         "misses": {"no_known_text": 2},
     }
     everything = request_log.view(Principal(ADMIN, is_admin=True))
     assert [entry["tenant"] for entry in everything["recent"]] == [ADMIN.label, BOB.label, BOB.label, ALICE.label]
     assert everything["totals"]["requests"] == {"grafted": 2, "miss": 2}
-    assert everything["totals"]["tokens"] == {"prefix": 40, "grafted": 120, "recomputed": 20, "fresh": 54}
+    assert everything["totals"]["tokens"] == {
+        "prefix": 40,
+        "continued": 0,
+        "grafted": 120,
+        "recomputed": 20,
+        "fresh": 54,
+    }
 
 
 def test_old_requests_are_forgotten_one_tenants_by_its_own_only_and_sums_stay():

@@ -24,7 +24,7 @@ _SCALE = ".scale"  # suffix of the scales of an int8 tensor
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive blocks of one source sequence, all of exact lineage.
+    """Consecutive blocks of one source sequence, all of them exact.
 
     Attributes:
         scope: `scope_digest` of model and namespace, part of the key.

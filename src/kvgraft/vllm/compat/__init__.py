@@ -58,6 +58,17 @@ def set_prompt(request: Any, token_ids: list[int]) -> None:
     request.update_block_hashes()
 
 
+def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object]) -> None:
+    """Run callback with a request before vLLM looks for the beginning of its prompt: vLLM has no hook there."""
+    look_up = kv_cache_manager.get_computed_blocks
+
+    def get_computed_blocks(request: Any) -> Any:
+        callback(request)
+        return look_up(request)
+
+    kv_cache_manager.get_computed_blocks = get_computed_blocks
+
+
 def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], bool]) -> None:
     """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned. If
     it returns False the cache stays."""

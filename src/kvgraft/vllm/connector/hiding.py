@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from kvgraft.reuse.continuation import Continued
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.pool import SharedPool
@@ -24,30 +25,54 @@ class Hiding:
 
     def hide(self, state: RequestState, first_token: int) -> None:
         """Hide the block of this token and what follows; hashes of generated blocks chain from there. A request that
-        was preempted may have hidden some before."""
+        was preempted, or goes on with an earlier one, may have hidden some before."""
         hashes, first = state.request.block_hashes, first_token // self._block_size
         self._pool.forget_hashes(hashes[max(first, self.first_block(state)) :])
         hidden, before = state.hashes or (len(hashes), [])
         state.hashes = (min(first, hidden), [*hashes[first:hidden], *before])
-        state.offer.first_approximate = min(state.offer.first_approximate, first_token)
-        nonce = os.urandom(32)
-        for block in range(first, len(hashes)):
-            hashes[block] = nonce_hash(nonce, block)
+        state.num_continuable = min(state.num_continuable, first)
+        self._rename(hashes, first)
 
-    def reveal(self, state: RequestState) -> None:
-        """The request is computed in full after all: vLLM's own hashes stand again."""
-        self.give_up(state)
+    def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
+        """Let vLLM find, as the prompt's own, the blocks that it goes on with; what follows them is hidden."""
+        hashes, first, stop = state.request.block_hashes, continued.first_block, continued.stop_block
+        state.hashes, state.continued = (first, hashes[first:]), continued
+        hashes[first:stop] = continued.keys
+        self._rename(hashes, stop)
+        state.offer.rest_on(continued.steps(self._block_size))
+
+    def undo(self, state: RequestState) -> None:
+        """vLLM's own hashes stand again, and nothing is approximate."""
         if state.hashes is not None:
             first, hashes = state.hashes
             del state.request.block_hashes[first:]
             state.request.block_hashes.extend(hashes)
             state.request.update_block_hashes()
-        state.hashes, state.offer.first_approximate = None, state.num_exact
+        state.hashes = state.continued = None
+        state.offer.reset(state.num_exact)
+
+    def reveal(self, state: RequestState) -> None:
+        """The request is computed in full after all, behind what it goes on with: that stays hidden, and so does what
+        follows it."""
+        self.give_up(state)
+        if state.continued is None:
+            self.undo(state)
+        else:
+            state.offer.reset(state.num_exact)
+            state.offer.rest_on(state.continued.steps(self._block_size))
 
     def give_up(self, state: RequestState) -> None:
         """Let go of what a request has hidden, before it gives its blocks back: vLLM would take them for its most
-        recent ones and push out others. Those that can be grafted from stay, and those that somebody else holds."""
-        hidden = state.request.block_hashes[self.first_block(state) :]
+        recent ones and push out others. Those stay that others can graft from or go on with, or hold."""
+        first = max(self.first_block(state), state.num_continuable)
+        if state.continued is not None:
+            first = max(first, state.continued.stop_block)
+        hidden = state.request.block_hashes[first:]
         if hidden:
             own = set(self._manager.get_block_ids(state.id)[0])
             self._pool.forget_hashes(hidden, own, state.offer.approximate_pages)
+
+    def _rename(self, hashes: list[Any], first: int) -> None:
+        nonce = os.urandom(32)
+        for block in range(first, len(hashes)):
+            hashes[block] = nonce_hash(nonce, block)

@@ -36,7 +36,7 @@ class Planner:
         self.pool = SharedPool(kv_cache_manager.block_pool, block_size)
         self.index = ReuseIndex(
             self.pool,
-            approximate_sources=settings.approximate_sources,
+            max_depth=settings.max_depth,
             require_clean_context=settings.require_clean_context,
             similarity=settings.similarity,
             anchors=anchors,
@@ -77,19 +77,17 @@ class Planner:
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
 
-        Blocks that hold or follow grafts are registered only with `approximate_sources`.
+        Blocks that hold or follow grafts are registered up to `max_depth`.
         """
         offer, size = state.offer, self.block_size
         first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
-        if not self.index.approximate_sources:
-            stop = min(stop, offer.first_approximate // size)
+        depths = offer.depths(stop, size)  # they never get less from one block to the next
+        stop = int(np.searchsorted(depths, self.index.max_depth, side="right"))
         stop = first + self.pool.num_hashed(blocks[first:stop])
         if stop > first:
             tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
             unlimited = isinstance(state.options, Control)
-            self.index.offer(
-                offer, tokens, np.array(blocks[:stop]), offer.exact_blocks(stop, size), unlimited=unlimited
-            )
+            self.index.offer(offer, tokens, np.array(blocks[:stop]), depths[:stop], unlimited=unlimited)
 
     def clear(self) -> bool:
         """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
@@ -119,7 +117,8 @@ class Planner:
         if not plan.graft_targets.numel():
             return None
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
-        return Candidate(plan, num_prefix, sources, self.pool.versions_of(sources))
+        steps = tuple((match.start, match.depth + 1) for match in matches)
+        return Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps)
 
     def _is_live(self, candidate: Candidate) -> bool:
         return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())

@@ -1,7 +1,7 @@
 """What responses and metrics say of the requests."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.connector.planner import Planner
@@ -12,13 +12,14 @@ from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
 MAX_SPANS = 64  # of a report
-KINDS = ("prefix", "grafted", "fresh")
+KINDS = ("prefix", "continued", "grafted", "fresh")
 
 
 class Reporting:
     """Fills the requests' reports and counts for the metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._stats = Stats()
         self._told: dict[tuple[str, str], int] = {}  # levels
         self.documents = (0, 0)  # that the workers hold in host memory: bytes, how many
@@ -29,12 +30,15 @@ class Reporting:
         num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         spans = _spans(candidate, num_prompt, num_prefix)
+        if state.continued is not None:
+            spans = list(_continued(spans, state.continued.first_block * self._block_size))
         report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
         report.prompt_tokens = num_prompt
-        report.prefix_tokens, report.grafted_tokens, report.fresh_tokens = (
+        report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens = (
             sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
         )
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
+        report.depth = state.offer.depth
         report.conclude(state.reason)
         if candidate is None:
             report.computed_share, report.recomputed_tokens, report.counts = report.fresh_tokens / num_prompt, 0, {}
@@ -93,11 +97,20 @@ class Reporting:
         if report.outcome == Outcome.FALLBACK:
             logger.warning("request %s is computed in full: %s", state.id, report.reason)
             self._stats.add("kvgraft:fallbacks_total", report.reason or "unknown")
-        elif report.outcome != Outcome.GRAFTED:
+        elif report.outcome not in (Outcome.GRAFTED, Outcome.CONTINUED):
             self._stats.add("kvgraft:misses_total", report.reason or "unknown")
         self._stats.add("kvgraft:requests_total", report.outcome)
         for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
+
+
+def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tuple[int, int, str]]:
+    """What the spans say is prefix, from the first token on that is not exact: an earlier prompt's."""
+    for start, stop, kind in spans:
+        if kind == "prefix" and stop > first:
+            yield from ((start, first, kind), (max(start, first), stop, "continued"))[start >= first :]
+        else:
+            yield start, stop, kind
 
 
 def _spans(candidate: Candidate | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:

@@ -1,11 +1,13 @@
 """What the scheduler side knows of one request."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.vllm.options import Control, Report, RequestOptions, namespace_label
 
@@ -16,12 +18,14 @@ class Candidate:
 
     Attributes:
         sources: distinct pages that it grafts from, under `versions`.
+        steps: see `Offer.rest_on`.
     """
 
     plan: Plan
     num_prefix: int
     sources: list[int]
     versions: np.ndarray  # int64 [len(sources)]
+    steps: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_graft(self) -> int:
@@ -43,8 +47,14 @@ class RequestState:
         candidate: the plan that was made while it waits.
         prefix: pages of vLLM's exact hits, as of the last time that it asked.
         pinned: source pages held until its recovery has ended.
-        hashes: vLLM's own block hashes from the first grafted block on, while a nonce stands in their place.
+        way: how it recovers what is reused: only others that do it in the same way go on with what it leaves. None: it
+            neither goes on with approximate KV nor leaves any to go on with.
+        continued: what it goes on with of an earlier prompt.
+        num_continuable: leading blocks that others can go on with.
+        chains: `chain_hashes` of its first blocks.
+        hashes: vLLM's own block hashes from the first hidden block on, while others stand in their place.
         num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
+        plan: of its last recovery that has not failed.
         recovery: the admitted plan while the workers are at it.
         is_counted: whether the metrics have counted it.
         load: number of the load that it waits or has waited for, or None before it has asked.
@@ -58,7 +68,12 @@ class RequestState:
     candidate: Candidate | None = None
     prefix: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
+    way: Hashable = None
+    continued: Continued[Any] | None = None
+    num_continuable: int = 0
+    chains: list[bytes] = field(default_factory=list)
     hashes: tuple[int, list[Any]] | None = None
+    plan: Plan | None = None
     recovery: Candidate | None = None
     is_counted: bool = False
     finished: bool = False

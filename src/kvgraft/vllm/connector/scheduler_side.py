@@ -17,9 +17,10 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
-from kvgraft.vllm.compat import hide_answer, on_cache_reset
+from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
+from kvgraft.vllm.connector.continuing import Continuing
 from kvgraft.vllm.connector.early_reports import EarlyReports
 from kvgraft.vllm.connector.eligibility import ReuseEligibility
 from kvgraft.vllm.connector.frozen_controls import FrozenControls
@@ -63,7 +64,7 @@ class SchedulerSide:
         self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
-        self.reporting = Reporting()
+        self.reporting = Reporting(self._block_size)
         residual_layers = self.settings.kept_residual_layers(self._num_layers)
         self._eligibility = ReuseEligibility(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
 
@@ -79,6 +80,8 @@ class SchedulerSide:
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
+        self._continuing = Continuing(self.known.pool, self.known.index, self._hiding)
+        before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
@@ -87,12 +90,18 @@ class SchedulerSide:
         if not self.known.clear():
             return False
         self._forgets = True
+        self._continuing.clear()
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
             for state in self._requests.values():
                 state.offer.num_stored = NEVER
         return True
+
+    def _before_lookup(self, request: Any) -> None:
+        """vLLM is about to look for the beginning of a prompt."""
+        self._offer_running()
+        self._continuing.before_lookup(self._requests[request.request_id])
 
     def _first_hidden(self, request: Any) -> int:
         """The first block of a request that nobody may find."""
@@ -108,8 +117,11 @@ class SchedulerSide:
         options, refusal = self._eligibility.of(request)
         state = RequestState(request, options, Offer(scope), refusal)
         self._requests[request.request_id] = state
+        if refusal is None and isinstance(options, RequestOptions):
+            state.way = str(options.policy), options.match_similar
         if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
-            state.num_exact = state.offer.first_approximate = request.num_prompt_tokens
+            state.num_exact = request.num_prompt_tokens
+            state.offer.reset(state.num_exact)
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
             self._offer_running()
@@ -194,6 +206,7 @@ class SchedulerSide:
         del self._requests[state.id]
         if not state.whole:
             self._offer(state, blocks, request.num_computed_tokens, ended=True)
+            self._continuing.leave(state, blocks)
         self._hiding.give_up(state)
         if isinstance(state.options, Control):
             return {KEY: self._controls.apply(state, blocks)} if request.num_output_tokens else None
@@ -244,13 +257,14 @@ class SchedulerSide:
         request, options = state.request, state.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
-        state.pinned, state.recovery = sources, candidate
+        state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
             num_grafted = int(candidate.plan.grafted.sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
         if not state.whole:
             self._hiding.hide(state, candidate.first_graft)
+            state.offer.rest_on(candidate.steps)
         tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
         job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
@@ -266,6 +280,7 @@ class SchedulerSide:
             return
         if outcome.failure is not None:
             state.refusal = state.reason = outcome.failure
+            state.plan = None
             if state.whole:
                 self._shorter_prompts.restore(state, outcome.failure)
             else:
@@ -287,7 +302,9 @@ class SchedulerSide:
                     self._offer(state, self._manager.get_block_ids(state.id)[0], num_tokens)
 
     def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
-        self.known.offer(state, blocks, min(num_computed, state.request.num_tokens))
+        num_computed = min(num_computed, state.request.num_tokens)
+        self.known.offer(state, blocks, num_computed)
+        self._continuing.remember(state, blocks, num_computed)
         if self.stored is not None:
             self.stored.keep(state, blocks, ended=ended)
 

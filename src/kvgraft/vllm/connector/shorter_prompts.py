@@ -33,11 +33,12 @@ class ShorterPrompts:
         state.whole = tuple(tokens)
         set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
         self._hiding.hide(state, 0)
+        state.offer.rest_on([(0, 1)])
 
     def restore(self, state: RequestState, reason: str) -> None:
         """The request has its whole prompt again and is computed in full."""
         self._hiding.give_up(state)
         set_prompt(state.request, list(state.whole))
         state.whole, state.documents, state.hashes = (), (), None
-        state.offer.first_approximate = state.num_exact
+        state.offer.reset(state.num_exact)
         state.refusal = reason

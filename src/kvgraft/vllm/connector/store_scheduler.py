@@ -47,7 +47,7 @@ class StoreScheduler:
         if stop <= offer.num_stored:
             return
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
-        is_exact = offer.exact_blocks(stop, size)
+        is_exact = offer.depths(stop, size) == 0
         for chunk, where in offer.chunks(tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS):
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
@@ -115,6 +115,8 @@ class StoreScheduler:
         """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for them; then others."""
         size, scope, tokens = self.known.block_size, state.offer.scope, np.array(state.token_ids, np.int64)
         chains = chain_hashes(tokens[:-1], size, scope)[: len(state.request.block_hashes)]
+        if state.continued is not None:  # what follows is not exact
+            chains = []
         exact = wanted_exact(self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True)
         hashes = {number: state.request.block_hashes[block] for number, block in exact.items()}
         if not grafts:

@@ -26,7 +26,7 @@ SETTINGS = (  # of the connector, that have a flag
     "policy",
     "match",
     "residual_layers",
-    "approximate_sources",
+    "max_depth",
     "require_clean_context",
     "watermark",
     "frozen_capacity",
@@ -95,7 +95,9 @@ def _make_parser() -> FlexibleArgumentParser:
     )
     group.add_argument("--kvgraft-exits", type=_renamed, nargs="+", help=SUPPRESS)
     group.add_argument(
-        "--kvgraft-approximate-sources", action="store_true", default=None, help="Graft from what follows grafts, too."
+        "--kvgraft-max-depth",
+        type=int,
+        help="Of what is grafted from: 0 is exact KV, 1 what was computed over grafts of exact KV, and so on.",
     )
     group.add_argument(
         "--kvgraft-require-clean-context",

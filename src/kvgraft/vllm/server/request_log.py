@@ -10,7 +10,7 @@ from kvgraft.vllm.options import KEY, Report
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 RECENT = 50  # requests kept per tenant
-KINDS = ("prefix", "grafted", "recomputed", "fresh")
+KINDS = ("prefix", "continued", "grafted", "recomputed", "fresh")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Grafted copies that outlast their requests, so that prompts can go on with them, and how much room they may take."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.pages import Pages
+
+
+class Copies:
+    """Pages that only prompts find which go on with an earlier one, the least recently used first.
+
+    In a full pool they take the place of text that is grafted from. Where prompts bring the same documents in ever new
+    arrangements nobody goes on with them; where conversations go on they are what the next turn begins with. Which it
+    is is learned from what is asked for when it has just been reclaimed: what was lost of one kind gets room at the
+    cost of the other, page for page (the idea of ARC; Megiddo and Modha, FAST 2003).
+
+    Attributes:
+        budget: pages that copies may take.
+    """
+
+    def __init__(self, pool: Pages) -> None:
+        self._pool = pool
+        self._versions: OrderedDict[int, int] = OrderedDict()  # by page
+        self.budget = pool.num_pages
+
+    def __len__(self) -> int:
+        """Pages noted, those that have been reclaimed since counted."""
+        return len(self._versions)
+
+    def add(self, pages: Sequence[int], is_copy: np.ndarray) -> None:
+        """Note which of the pages that a request leaves are copies, bool [n]; those that it has found noted have been
+        used again. The last ones are to go first."""
+        known = [page for page, copied in zip(pages, is_copy, strict=True) if copied or page in self._versions]
+        for page, version in zip(known[::-1], self._pool.versions_of(known)[::-1].tolist(), strict=True):
+            self._versions[page] = version
+            self._versions.move_to_end(page)
+
+    def learn(self, num_lost_copies: int, num_lost_sources: int) -> None:
+        """So many pages were asked for that had been reclaimed."""
+        self.budget = min(max(self.budget + num_lost_copies - num_lost_sources, 0), self._pool.num_pages)
+
+    def trim(self) -> None:
+        """Forget the oldest beyond the budget that nobody holds: their pages are the next to be reclaimed."""
+        for page, version in list(self._versions.items())[: max(len(self) - self.budget, 0)]:
+            is_live = self._pool.versions_of([page])[0] == version
+            if is_live and self._pool.ref_count(page):
+                continue
+            if is_live:
+                self._pool.forget([page])
+            del self._versions[page]
+
+
+def is_copied(plan: Plan | None, depths: np.ndarray, max_depth: int) -> np.ndarray:
+    """Which blocks of a prompt nobody needs as a source: those that its plan has grafted as a whole, and those of a
+    depth (int [n], of all its blocks) that is too great for one. bool [n]."""
+    is_copy: np.ndarray = depths > max_depth
+    if plan is not None:
+        size = plan.block_size
+        whole = plan.grafted[: plan.num_tokens // size * size].view(-1, size).all(1).numpy()
+        is_copy[: len(whole)] |= whole[: len(is_copy)]
+    return is_copy

@@ -1,0 +1,70 @@
+"""Prompts that go on with what an earlier one has left in vLLM's blocks, grafts and all: no copies, no recovery."""
+
+from typing import Any
+
+import numpy as np
+
+from kvgraft.reuse.continuation import Continuations
+from kvgraft.reuse.copies import Copies, is_copied
+from kvgraft.reuse.index import ReuseIndex
+from kvgraft.segments.keys import chain_hashes
+from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.request_state import RequestState
+from kvgraft.vllm.pool import SharedPool
+
+
+class Continuing:
+    """Lets vLLM's own prefix lookup find approximate blocks for those requests that may go on with them.
+
+    Args:
+        pool: vLLM's blocks; approximate ones have hashes that no content has.
+        index: what can be grafted of them.
+        hiding: gives a request such hashes, and its own ones back.
+    """
+
+    def __init__(self, pool: SharedPool, index: ReuseIndex, hiding: Hiding) -> None:
+        self._pool, self._index, self._hiding = pool, index, hiding
+        self._known = Continuations[Any](lambda key: bool(pool.find([key])), pool.num_pages)
+        self._copies = Copies(pool)
+
+    def before_lookup(self, state: RequestState) -> None:
+        """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so in every step."""
+        if state.way is None or state.whole or state.admitted:
+            return
+        self._hiding.undo(state)
+        chains = self._chains(state, (len(state.token_ids) - 1) // self._pool.block_size)
+        num_exact = self._pool.num_cached(state.request.block_hashes[: len(chains)])
+        continued = self._known.find(state.way, chains, num_exact)
+        if continued is not None:
+            self._hiding.go_on(state, continued)
+        self._copies.learn(self._known.take_lost(), self._index.take_lost())
+        self._copies.trim()
+
+    def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
+        """Let others go on with the approximate blocks that a request has computed, up to this token."""
+        size, hashes = self._pool.block_size, state.request.block_hashes
+        first, stop = state.offer.first_approximate // size, min(num_tokens // size, len(blocks), len(hashes))
+        if state.way is None or state.whole or stop <= max(first, state.num_continuable):
+            return
+        stop = first + self._pool.num_hashed(blocks[first:stop])
+        depths = state.offer.depths(stop, size)[first:].tolist()
+        self._known.add(state.way, self._chains(state, stop), first, hashes[first:stop], depths)
+        state.num_continuable = stop
+
+    def leave(self, state: RequestState, blocks: list[int]) -> None:
+        """A request gives its blocks back: those are noted that only prompts want which go on with it."""
+        if stop := state.num_continuable:
+            depths = state.offer.depths(stop, self._pool.block_size)
+            self._copies.add(blocks[:stop], is_copied(state.plan, depths, self._index.max_depth))
+
+    def clear(self) -> None:
+        """Nobody goes on with what was computed so far."""
+        self._known.clear()
+
+    def _chains(self, state: RequestState, count: int) -> list[bytes]:
+        """Keys of the first blocks of a request by all their tokens, in its namespace."""
+        size, known = self._pool.block_size, state.chains
+        if count > len(known):
+            tokens = np.array(state.token_ids[len(known) * size : count * size], np.int64)
+            known += chain_hashes(tokens, size, known[-1] if known else state.offer.scope)
+        return known[:count]

@@ -1,0 +1,132 @@
+"""Prompts that begin with an earlier one go on with its KV as it stands, exact or not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft.prefill.policies import Epic, Full, Naive, SparseX
+from models import VOCAB_SIZE
+
+SIZE = 16
+TOLERANCE = 1e-4
+EVERYTHING = SparseX(boundary_layers=1, recompute_share=1.0)
+
+
+def words(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
+
+
+DOCUMENT, OPENING, NEW = words(100, 1), words(37, 2), words(30, 3)
+
+
+@pytest.fixture
+def engine(model_dirs: dict[str, Path]) -> Engine:
+    engine = Engine(model_dirs["qwen3"], dtype="float32", poison_dropped_pages=True)
+    ask(engine, DOCUMENT, Full())
+    return engine
+
+
+def ask(engine: Engine, prompt: list[int], policy: Policy, max_tokens: int = 1, **fields: object) -> Result:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    result = engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])[0]  # type: ignore[arg-type]
+    report = result.report
+    kinds = report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens
+    assert sum(kinds) == report.prompt_tokens
+    return result
+
+
+def second_turn(engine: Engine, policy: Policy) -> list[int]:
+    """A conversation whose first prompt is answered, and what comes next in it."""
+    first = ask(engine, OPENING + DOCUMENT, policy, max_tokens=20)
+    assert first.report.grafted_tokens >= 96
+    assert first.report.continued_tokens == 0
+    return OPENING + DOCUMENT + first.token_ids + NEW
+
+
+def test_the_next_turn_goes_on_with_all_of_the_last_one(engine: Engine):
+    prompt = second_turn(engine, Naive())
+    report = ask(engine, prompt, Naive()).report
+    assert report.prefix_tokens == 32  # the blocks before the first graft
+    assert report.continued_tokens == (37 + 100 + 19) // SIZE * SIZE - 32
+    assert (report.grafted_tokens, report.outcome) == (0, "continued")
+    assert report.computed_share == pytest.approx(report.fresh_tokens / report.prompt_tokens)
+    third = ask(engine, prompt + words(40, 4), Naive()).report
+    assert third.prefix_tokens == 32
+    assert third.continued_tokens == (len(prompt) - 1) // SIZE * SIZE - 32
+    engine.check()
+
+
+def test_it_reads_what_the_last_turn_has_left(engine: Engine):
+    prompt = second_turn(engine, Naive())
+    expected = ask(engine, prompt, Naive(), remember=False)
+    chain = engine.memory.lookup.continuations
+    pages = {engine.memory.pool.lookup(key) for key, _ in chain._blocks.values()}
+    slots = [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
+    engine.memory.cache.values[:, slots] += 1.0
+    changed = ask(engine, prompt, Naive(), remember=False)
+    assert changed.report.continued_tokens == expected.report.continued_tokens > 0
+    assert float((changed.first_logits - expected.first_logits).abs().max()) > 1e-2  # type: ignore[operator]
+
+
+def test_of_what_was_computed_exactly_the_answer_is_exact(engine: Engine):
+    prompt = second_turn(engine, EVERYTHING)
+    continued = ask(engine, prompt, EVERYTHING)
+    assert continued.report.continued_tokens > 96
+    truth = ask(engine, prompt, Full(), namespace="nobody else")
+    assert float((continued.first_logits - truth.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [(Naive(), {"namespace": "another"}), (Epic(), {}), (Full(), {}), (Naive(), {"match": "exact", "flow": "quest"})],
+    ids=["another namespace", "another policy", "full", "a flow"],
+)
+def test_others_do_not_go_on_with_it(engine: Engine, policy: Policy, fields: dict[str, str]):
+    prompt = second_turn(engine, Naive())
+    report = ask(engine, prompt, policy, **fields).report
+    assert report.continued_tokens == 0
+    assert report.prefix_tokens <= 32
+
+
+def test_new_text_behind_it_is_grafted(engine: Engine):
+    prompt = second_turn(engine, Naive())
+    other = words(90, 5)
+    ask(engine, other, Full())
+    report = ask(engine, prompt + other + NEW, Naive()).report
+    assert report.continued_tokens >= 112
+    assert report.grafted_tokens >= 80
+    assert report.outcome == "grafted"
+    engine.check()
+
+
+def test_it_ends_with_its_pages(engine: Engine):
+    prompt = second_turn(engine, Naive())
+    before = ask(engine, prompt, Naive(), remember=False).report.continued_tokens
+    chain = engine.memory.lookup.continuations
+    last = [engine.memory.pool.lookup(key) for key, _ in chain._blocks.values()][-1]
+    engine.memory.pool._drop([last])
+    assert ask(engine, prompt, Naive(), remember=False).report.continued_tokens == before - SIZE
+    engine.clear_cache()
+    assert ask(engine, prompt, Naive()).report.continued_tokens == 0
+
+
+def test_what_is_not_remembered_is_not_gone_on_with(engine: Engine):
+    ask(engine, OPENING + DOCUMENT, Naive(), remember=False)
+    assert ask(engine, OPENING + DOCUMENT + NEW, Naive()).report.continued_tokens == 0
+
+
+def test_depth_grows_by_grafts_alone(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["qwen3"], dtype="float32", max_depth=2)
+    ask(engine, DOCUMENT, Full())
+    texts = [words(64, 10 + number) for number in range(4)]
+    depths = []
+    known = DOCUMENT
+    for number, text in enumerate(texts):  # each new text is first read behind a graft of the last one
+        depths.append(ask(engine, words(5, 20 + number) + known + text, Naive()).report.depth)
+        known = text
+    assert depths == [1, 2, 3, 0], "what is three grafts away from exact KV is no source"
+    prompt = words(5, 20) + DOCUMENT + texts[0] + NEW
+    report = ask(engine, prompt, Naive()).report
+    assert (report.depth, report.continued_tokens > 0) == (1, True)

@@ -1,0 +1,173 @@
+"""Prompts that begin with an earlier one go on with its KV in vLLM's blocks; nobody else ever finds that."""
+
+import numpy as np
+import pytest
+from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
+from hosts import Host
+from processes import HostProcess
+
+DOCUMENT, OPENING = words(300, 1), words(70, 2)
+EXACT = {"reuse": "exact"}
+FIRST = 64  # the first graft stands in the block that begins here
+
+
+def kinds(answer: Answer) -> tuple[int, int, int]:
+    """Prefix, continued and grafted tokens."""
+    report = answer.report
+    found = report["prefix_tokens"], report["continued_tokens"], report["grafted_tokens"]
+    assert sum(found) + report["fresh_tokens"] == report["prompt_tokens"]
+    assert answer.cached == sum(found)
+    return found
+
+
+def first_turn(host: Host, options: dict = NAIVE, salt: str | None = None, max_tokens: int = 60) -> list[int]:
+    """A conversation with a graft in it: its prompt and answer, and what comes next."""
+    host.ask(Ask(DOCUMENT, OFF, salt, max_tokens=1))
+    [answer] = host.ask(Ask(OPENING + DOCUMENT, options, salt, max_tokens))
+    assert kinds(answer) == (0, 0, 300 // BLOCK * BLOCK)
+    return OPENING + DOCUMENT + answer.tokens + words(40, 3)
+
+
+def test_the_next_turn_goes_on_with_all_of_the_last_one(host: Host):
+    prompt = first_turn(host)
+    left = (370 + 59) // BLOCK * BLOCK
+    [second] = host.ask(Ask(prompt, NAIVE, max_tokens=50))
+    assert kinds(second) == (FIRST, left - FIRST, 0)
+    assert second.report["outcome"] == "continued"
+    assert second.report["reason"] is None
+    assert second.report["spans"] == [[0, FIRST, "prefix"], [FIRST, left, "continued"], [left, len(prompt), "fresh"]]
+    assert host.count("tokens_total", "continued") == left - FIRST
+    assert host.count("misses_total") == 0
+    [third] = host.ask(Ask(prompt + second.tokens + words(9, 4), NAIVE))
+    assert kinds(third) == (FIRST, (len(prompt) + 49) // BLOCK * BLOCK - FIRST, 0)
+
+
+def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
+    """Each turn finds as much as a prefix cache would have found, and where all was recomputed answers are exact."""
+    prompt = first_turn(host, EVERYTHING)
+    found = (370 + 59) // BLOCK * BLOCK
+    for turn in range(4):
+        [answer] = host.ask(Ask(prompt, EVERYTHING, max_tokens=20))
+        assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
+        prefix, continued, grafted = kinds(answer)
+        assert (prefix, grafted) == (FIRST, 0)
+        assert prefix + continued == found
+        found = (len(prompt) + 19) // BLOCK * BLOCK
+        prompt = prompt + answer.tokens + words(33, 10 + turn)
+
+
+@pytest.mark.parametrize("options", [OFF, EXACT, {"policy": "full"}], ids=str)
+def test_who_wants_exact_kv_gets_it(host: Host, plain: HostProcess, options: dict):
+    prompt = first_turn(host)
+    [answer] = host.ask(Ask(prompt, options))
+    assert kinds(answer) == (FIRST, 0, 0)
+    assert [answer.tokens] == plain.tokens(prompt)
+    [again] = host.ask(Ask(prompt, NAIVE))
+    assert kinds(again) == ((len(prompt) - 1) // BLOCK * BLOCK, 0, 0), "what is exact and reaches as far is better"
+    assert [again.tokens] == [answer.tokens]
+
+
+def test_others_do_not_go_on_with_it(host: Host):
+    prompt = first_turn(host, salt="one")
+    for salt in ("two", None):
+        [answer] = host.ask(Ask(prompt, NAIVE, salt))
+        assert kinds(answer) == (0, 0, 0)
+    [answer] = host.ask(Ask(prompt, {"policy": "epic"}, "one"))
+    assert kinds(answer)[:2] == (FIRST, 0)
+
+
+def test_a_running_request_can_be_gone_on_with(host: Host):
+    host.read(DOCUMENT)
+    name = host.add(Ask(OPENING + DOCUMENT, NAIVE, max_tokens=200))
+    host.step_until(lambda: name in host.outputs)
+    [answer] = host.ask(Ask(OPENING + DOCUMENT + words(40, 3), NAIVE))
+    assert kinds(answer) == (FIRST, 370 // BLOCK * BLOCK - FIRST, 0)
+    assert not host.outputs[name].finished
+    host.finish(name)
+
+
+def test_known_text_behind_it_is_grafted(host: Host):
+    other = words(200, 5)
+    host.read(other)
+    prompt = first_turn(host) + other + words(9, 6)
+    [answer] = host.ask(Ask(prompt, NAIVE))
+    prefix, continued, grafted = kinds(answer)
+    assert (prefix, continued) == (FIRST, 416 - FIRST)
+    assert grafted >= 192
+    [again] = host.ask(Ask(prompt + words(3, 7), NAIVE))
+    assert kinds(again) == (FIRST, len(prompt) // BLOCK * BLOCK - FIRST, 0)
+
+
+def test_it_ends_with_its_blocks(host: Host):
+    prompt = first_turn(host)
+    hidden = sorted(host.blocks_with_content())
+    [before] = host.ask(Ask(prompt, NAIVE, max_tokens=1))
+    assert kinds(before)[1] > 0
+    host.evict(hidden)
+    [after] = host.ask(Ask(prompt, NAIVE, max_tokens=1))
+    assert kinds(after) == (0, 0, 0)
+
+
+def test_a_reset_forgets_it(host: Host):
+    prompt = first_turn(host)
+    host.settle()
+    assert host.llm.reset_prefix_cache()
+    assert kinds(host.ask(Ask(prompt, NAIVE))[0]) == (0, 0, 0)
+
+
+def test_a_failed_recovery_behind_it_leaves_nothing_that_poses_as_exact(
+    host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
+):
+    other = words(200, 5)
+    host.read(other)
+    prompt = first_turn(host) + other + words(9, 6)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("as if")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.queue, "_recover", fail, raising=False)
+        from kvgraft.prefill.policies import Naive
+
+        patched.setattr(Naive, "recover", fail)
+        [answer] = host.ask(Ask(prompt, NAIVE))
+    assert answer.report["reason"] == "error"
+    assert kinds(answer) == (FIRST, 416 - FIRST, 0)
+    [exact] = host.ask(Ask(prompt, OFF))
+    assert kinds(exact)[0] == FIRST
+    assert [exact.tokens] == plain.tokens(prompt)
+
+
+def test_a_preempted_request_goes_on_again(host: Host):
+    prompt = first_turn(host)
+    name = host.add(Ask(prompt, NAIVE, max_tokens=60))
+    host.step_until(lambda: name in host.outputs)
+    host.preempt(name)
+    [answer] = host.finish(name)
+    assert len(answer.tokens) == 60
+    [exact] = host.ask(Ask(prompt, OFF))
+    assert kinds(exact)[1:] == (0, 0)
+
+
+def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_them(host: Host, plain: HostProcess):
+    """Conversations of two tenants over the same documents, with and without reuse."""
+    rng = np.random.default_rng(0)
+    documents = [words(int(rng.integers(40, 160)), 100 + n) for n in range(5)]
+    histories: dict[tuple[str, int], list[int]] = {}
+    exact: list[tuple[list[int], list[int]]] = []
+    for number in range(60):
+        place = str(rng.integers(2)), int(rng.integers(3))
+        history = histories.get(place, words(20, 50 + place[1]))
+        if len(history) > 900:
+            history = words(20, 50 + place[1])
+        prompt = history + documents[rng.integers(5)] + words(int(rng.integers(1, 30)), 1000 + number)
+        options = [NAIVE, EVERYTHING, OFF, EXACT, {"policy": "full"}][int(rng.integers(5))]
+        [answer] = host.ask(Ask(prompt, options, place[0], max_tokens=int(rng.integers(1, 40))))
+        if options in (OFF, EXACT, {"policy": "full"}):
+            assert kinds(answer)[1:] == (0, 0)
+            exact.append((prompt, answer.tokens))
+        histories[place] = prompt + answer.tokens
+    assert host.count("tokens_total", "continued") > 0
+    assert len(exact) > 20
+    for prompt, tokens in exact:
+        assert [tokens] == plain.tokens(prompt, max_tokens=len(tokens))
