@@ -3,6 +3,7 @@
 import os
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ SETTINGS = (  # of the connector, that have a flag
     "store_quota",
     "store_int8",
 )
+RENAMED = {  # flags by the names that they had
+    "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
+    "approximate-sources": "--kvgraft-max-depth, and takes a number,",
+}
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
 _PREFIX = "kvgraft_"
 
@@ -93,7 +98,8 @@ def _make_parser() -> FlexibleArgumentParser:
         nargs="+",
         help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
     )
-    group.add_argument("--kvgraft-exits", type=_renamed, nargs="+", help=SUPPRESS)
+    for flag, now in RENAMED.items():
+        group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
     group.add_argument(
         "--kvgraft-max-depth",
         type=int,
@@ -131,8 +137,8 @@ def _make_parser() -> FlexibleArgumentParser:
     return parser
 
 
-def _renamed(_: str) -> None:
-    raise ArgumentTypeError("it is called --kvgraft-residual-layers now, and takes numbers of layers")
+def _refuse_name(now: str, _: str) -> None:
+    raise ArgumentTypeError(f"it is called {now} now")
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
