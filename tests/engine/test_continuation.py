@@ -23,7 +23,7 @@ DOCUMENT, OPENING, NEW = words(100, 1), words(37, 2), words(30, 3)
 
 @pytest.fixture
 def engine(model_dirs: dict[str, Path]) -> Engine:
-    engine = Engine(model_dirs["qwen3"], dtype="float32", poison_dropped_pages=True)
+    engine = Engine(model_dirs["qwen3"], dtype="float32", continuation=True, poison_dropped_pages=True)
     ask(engine, DOCUMENT, Full())
     return engine
 
@@ -118,7 +118,7 @@ def test_what_is_not_remembered_is_not_gone_on_with(engine: Engine):
 
 
 def test_depth_grows_by_grafts_alone(model_dirs: dict[str, Path]):
-    engine = Engine(model_dirs["qwen3"], dtype="float32", max_depth=2)
+    engine = Engine(model_dirs["qwen3"], dtype="float32", continuation=True, max_depth=2)
     ask(engine, DOCUMENT, Full())
     texts = [words(64, 10 + number) for number in range(4)]
     depths = []

@@ -17,6 +17,7 @@ def test_nothing_given_is_the_default():
 def test_what_is_given_is_taken():
     said = {
         "policy": "sparsex:boundary_layers=2,recompute_share=0.3",
+        "continuation": True,
         "max_depth": 2,
         "require_clean_context": True,
         "watermark": 1,
@@ -33,7 +34,7 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, match, residual_layers, max_depth",
+            "no KVGraft setting 'polcy': allowed are policy, match, residual_layers, continuation, max_depth",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),
@@ -52,6 +53,7 @@ def test_what_is_given_is_taken():
         ({"document_gib": float("nan")}, "document_gib must be a number of at least 0, got nan"),
         ({"document_gib": "much"}, "document_gib must be a number of at least 0, got 'much'"),
         ({"document_gib": True}, "document_gib must be a number of at least 0, got True"),
+        ({"continuation": 1}, "continuation must be true or false, got 1"),
         ({"max_depth": "yes"}, "max_depth must be an integer of at least 0, got 'yes'"),
         ({"require_clean_context": 1}, "require_clean_context must be true or false, got 1"),
         ({"approximate_sources": True}, "it is called max_depth"),

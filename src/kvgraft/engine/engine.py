@@ -32,7 +32,7 @@ from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS, Similarity
-from kvgraft.segments.store import StoreOptions
+from kvgraft.segments.store import SegmentStore, StoreOptions
 
 MAKE_SIMILAR = "make the engine with match='similar'"
 
@@ -61,6 +61,8 @@ class Engine:
             the policies want.
         residual_layers: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all, without a
+            recovery for what is asked now.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
@@ -97,6 +99,7 @@ class Engine:
         head_paging: bool = False,
         match: str | Similarity | None = None,
         residual_layers: Sequence[int] = (),
+        continuation: bool = False,
         max_depth: int = 0,
         require_clean_context: bool = False,
         anchors: Sequence[str] = (),
@@ -133,12 +136,16 @@ class Engine:
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
-        self.store = None if tier is None else tier.store
-        self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index), chunk, tier)
+        self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index, continuation), chunk, tier)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
         self.flow = self.scheduler.flows.find(flow)
+
+    @property
+    def store(self) -> SegmentStore | None:
+        """The tiers below the KV pool, if there are any."""
+        return None if self.memory.store is None else self.memory.store.store
 
     def __enter__(self) -> "Engine":
         return self

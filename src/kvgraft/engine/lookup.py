@@ -44,12 +44,14 @@ class CacheLookup:
 
     Args:
         index: what can be grafted.
+        continuation: whether prompts go on with approximate blocks of earlier ones.
     """
 
-    def __init__(self, pool: PagePool, layout: StreamLayout, index: ReuseIndex) -> None:
+    def __init__(self, pool: PagePool, layout: StreamLayout, index: ReuseIndex, continuation: bool = False) -> None:
         self.pool = pool
         self.layout = layout
         self.index = index
+        self.continuation = continuation
         self.local_pages = LocalPages(pool, layout.num_local_lists)
         self.continuations = Continuations[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
         self.copies = Copies(pool)
@@ -59,7 +61,7 @@ class CacheLookup:
         chains = self._chains(sequence)
         known = self._exact_hits(chains)
         if not self.layout.num_local_lists:
-            continued = self._continue(sequence, chains, known) if grafts else None
+            continued = self._continue(sequence, chains, known) if grafts and self.continuation else None
             return Reuse(known, self._matches(sequence, known) if grafts else [], [], continued)
         complete = self.local_pages.complete(known.values())
         whole = {block: page for (block, page), held in zip(known.items(), complete, strict=True) if held}
@@ -160,7 +162,7 @@ class CacheLookup:
 
     def _offer_continuation(self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray) -> None:
         """Let prompts that begin with all of this sequence go on with its approximate blocks."""
-        if not (depths > 0).any() or self.layout.num_local_lists or not sequence.shares_prefix:
+        if not (self.continuation and (depths > 0).any() and sequence.shares_prefix) or self.layout.num_local_lists:
             return
         first, keys = int(np.argmax(depths > 0)), sequence.continuation_keys
         for block in range(first + len(keys), len(depths)):

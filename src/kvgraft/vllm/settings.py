@@ -23,6 +23,8 @@ class KVGraftSettings:
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all, without a
+            recovery for what is asked now.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
@@ -40,6 +42,7 @@ class KVGraftSettings:
     policy: str = DEFAULT_POLICY
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
+    continuation: bool = False
     max_depth: int = 0
     require_clean_context: bool = False
     watermark: float = 0.9
@@ -115,6 +118,7 @@ class KVGraftSettings:
         _ = settings.store
         require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
         require_at_least("max_depth", settings.max_depth, 0)
-        if not isinstance(settings.require_clean_context, bool):
-            raise ValueError(f"require_clean_context must be true or false, got {settings.require_clean_context!r}")
+        for name in ("continuation", "require_clean_context"):
+            if not isinstance(getattr(settings, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(settings, name)!r}")
         return settings

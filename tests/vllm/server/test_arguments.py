@@ -47,6 +47,7 @@ def test_our_flags_become_settings_of_the_connector():
         "sparsex:recompute_share=0.2",
         "--kvgraft-watermark",
         "0.5",
+        "--kvgraft-continuation",
         "--kvgraft-max-depth",
         "2",
     ]
@@ -54,6 +55,7 @@ def test_our_flags_become_settings_of_the_connector():
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
         "policy": "sparsex:recompute_share=0.2",
         "watermark": 0.5,
+        "continuation": True,
         "max_depth": 2,
         "require_clean_context": True,
     }

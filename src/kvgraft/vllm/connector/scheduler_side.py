@@ -117,7 +117,7 @@ class SchedulerSide:
         options, refusal = self._eligibility.of(request)
         state = RequestState(request, options, Offer(scope), refusal)
         self._requests[request.request_id] = state
-        if refusal is None and isinstance(options, RequestOptions):
+        if self.settings.continuation and refusal is None and isinstance(options, RequestOptions):
             state.way = str(options.policy), options.match_similar
         if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
             state.num_exact = request.num_prompt_tokens

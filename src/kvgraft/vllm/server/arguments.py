@@ -27,6 +27,7 @@ SETTINGS = (  # of the connector, that have a flag
     "policy",
     "match",
     "residual_layers",
+    "continuation",
     "max_depth",
     "require_clean_context",
     "watermark",
@@ -101,10 +102,12 @@ def _make_parser() -> FlexibleArgumentParser:
     for flag, now in RENAMED.items():
         group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
     group.add_argument(
-        "--kvgraft-max-depth",
-        type=int,
-        help="Of what is grafted from: 0 is exact KV, 1 what was computed over grafts of exact KV, and so on.",
+        "--kvgraft-continuation",
+        action="store_true",
+        default=None,
+        help="Let the next turn of a conversation go on with the KV of the last one, grafts and all.",
     )
+    group.add_argument("--kvgraft-max-depth", type=int, help="Of sources: 0 is exact, d + 1 follows grafts of depth d.")
     group.add_argument(
         "--kvgraft-require-clean-context",
         action="store_true",
