@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvgraft.reuse.continuation import Continuations
+from kvgraft.reuse.continuation import Continuations, Continued
 from kvgraft.segments.keys import chain_hashes, scope_digest
 
 SIZE = 4
@@ -37,7 +37,7 @@ def test_a_prompt_goes_on_behind_its_exact_blocks(known: Continuations, cached: 
     found = known.find(WAY, chains(*"abcdef"), num_exact=1)
     assert found is not None
     assert (found.first_block, found.keys, found.depths, found.stop_block) == (1, ("B", "C", "D"), (1, 1, 1), 4)
-    assert found.steps(SIZE) == [(4, 1), (8, 1), (12, 1)]
+    assert found.steps(SIZE) == [(4, 1)]
     for prompt in ("abXd", "abXdef"):
         found = known.find(WAY, chains(*prompt), num_exact=1)
         assert found is not None
@@ -100,3 +100,27 @@ def test_dead_blocks_are_swept_before_there_are_too_many(cached: set[str]):
         assert len(known) <= 8
     known.clear()
     assert len(known) == 0
+
+
+def test_who_comes_second_with_the_same_text_leaves_nothing(known: Continuations, cached: set[str]):
+    leave(known, cached, "abcd", 1, "BCD")
+    cached |= set("xyz")
+    assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1]) == 0
+    assert known.add(WAY, chains(*"abce"), 1, ["B", "C", "e"], [1, 1, 1]) == 3
+    found = known.find(WAY, chains(*"abcd"), num_exact=1)
+    assert found is not None
+    assert found.keys == ("B", "C", "D")
+
+
+def test_exact_blocks_are_not_given_up_for_a_few_tokens(known: Continuations, cached: set[str]):
+    leave(known, cached, "abcdef", 1, "BCDEF")
+    assert known.find(WAY, chains(*"abcdef"), num_exact=4, least=3) is None
+    found = known.find(WAY, chains(*"abcdef"), num_exact=3, least=3)
+    assert found is not None
+    assert found.stop_block == 6
+    behind = known.find(WAY, chains(*"abcdef"), num_exact=1, least=9)
+    assert behind is not None, "nothing exact is given up for it"
+
+
+def test_steps_are_told_where_the_depth_grows():
+    assert Continued(1, ("B", "C", "D", "E"), (1, 1, 3, 2)).steps(SIZE) == [(4, 1), (12, 3)]

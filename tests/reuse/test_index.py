@@ -49,7 +49,7 @@ def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
         pages = offered(index, offer, 2)
         offered(index, offer, 8, pages)
         if max_depth:
-            assert known(index) == [(0, 8 * SIZE, 1)]
+            assert known(index) == [(0, 3 * SIZE, 0), (3 * SIZE, 5 * SIZE, 1)]
             assert offer.approximate_pages == set(pages[3:].tolist())
         else:
             assert known(index) == [(0, 3 * SIZE, 0)]

@@ -171,3 +171,16 @@ def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_th
     assert len(exact) > 20
     for prompt, tokens in exact:
         assert [tokens] == plain.tokens(prompt, max_tokens=len(tokens))
+
+
+def test_a_preempted_request_that_is_aborted_leaves_what_it_can(host: Host):
+    """Others have been admitted in between, so that its blocks were known already."""
+    host.read(DOCUMENT)
+    name = host.add(Ask(OPENING + DOCUMENT, NAIVE, max_tokens=200))
+    host.step_until(lambda: name in host.outputs)
+    host.ask(Ask(words(40, 3), NAIVE, max_tokens=1))
+    assert host.state(name).num_continuable
+    host.preempt(name, meanwhile=lambda: None)
+    host.abort(name)
+    host.settle()
+    assert kinds(host.ask(Ask(words(5, 9) + DOCUMENT, NAIVE))[0])[2] > 0

@@ -154,7 +154,7 @@ class CacheLookup:
     def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
         """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
         num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
-        continued = self.continuations.find(sequence.way, chains, num_exact)
+        continued = self.continuations.find(sequence.recovery_key, chains, num_exact)
         if continued is not None:
             pages = (self.pool.lookup(key) for key in continued.keys)
             hits.update((block, page) for block, page in enumerate(pages, continued.first_block) if page is not None)
@@ -169,7 +169,7 @@ class CacheLookup:
             keys.append(os.urandom(KEY_BYTES) if depths[block] else chains[block])
             if depths[block]:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
-        self.continuations.add(sequence.way, chains, first, keys, depths[first:].tolist())
+        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist())
 
     def _matches(self, sequence: SequenceState, hit_blocks: Iterable[int]) -> list[Match]:
         free = np.ones(sequence.num_prompt, bool)

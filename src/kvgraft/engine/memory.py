@@ -143,8 +143,8 @@ class Memory:
 
     def _find(self, sequence: SequenceState) -> Reuse:
         """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
-        reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         self.lookup.make_room()
+        reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
         if self.store is not None and spare > 0 and self.store.restore(sequence, reuse, spare):
             reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)

@@ -101,7 +101,7 @@ class SequenceState:
         return self.plan
 
     @property
-    def way(self) -> tuple[object, ...]:
+    def recovery_key(self) -> tuple[object, ...]:
         """How it recovers and attends: others that go on with its approximate KV do it in the same way."""
         return str(self.policy), self.matches_similar, self.flow
 

@@ -26,8 +26,12 @@ class Continued(Generic[K]):
         return self.first_block + len(self.keys)
 
     def steps(self, block_size: int) -> list[tuple[int, int]]:
-        """What a prompt rests on that goes on with it: see `Offer.rest_on`."""
-        return [(block * block_size, depth) for block, depth in enumerate(self.depths, self.first_block)]
+        """What a prompt rests on that goes on with it: see `Offer.rest_on`. A step for each new depth."""
+        steps: list[tuple[int, int]] = []
+        for block, depth in enumerate(self.depths, self.first_block):
+            if not steps or depth > steps[-1][1]:
+                steps.append((block * block_size, depth))
+        return steps
 
 
 class Continuations(Generic[K]):
@@ -53,8 +57,9 @@ class Continuations(Generic[K]):
 
     def add(
         self, root: Hashable, chains: Sequence[bytes], first_block: int, keys: Sequence[K], depths: Sequence[int]
-    ) -> None:
-        """Let prompts go on with blocks first_block, ... of a text.
+    ) -> int:
+        """Let prompts go on with blocks first_block, ... of a text; how many of them: where others have been left for
+        the same text already, prompts follow those.
 
         Args:
             root: what prompts must share beside their tokens and namespace: how they recover what is reused.
@@ -63,22 +68,28 @@ class Continuations(Generic[K]):
             keys: under which the host's cache has this block and those behind it.
         """
         before: Hashable = root
-        for chain, key, depth in zip(chains[first_block:], keys, depths, strict=False):
+        for count, (chain, key, depth) in enumerate(zip(chains[first_block:], keys, depths, strict=False)):
+            known = self._blocks.get((before, chain))
+            if known is not None and known[0] != key and self._is_cached(known[0]):
+                return count
             self._blocks[before, chain] = key, depth
             before = key
         if len(self._blocks) > self._capacity:
             self._blocks = {place: block for place, block in self._blocks.items() if self._is_cached(block[0])}
+        return len(keys)
 
-    def find(self, root: Hashable, chains: Sequence[bytes], num_exact: int) -> Continued[K] | None:
+    def find(self, root: Hashable, chains: Sequence[bytes], num_exact: int, least: int = 1) -> Continued[K] | None:
         """The blocks that reach furthest behind a prompt's num_exact exact ones, or None if there are none.
 
         Args:
             root, chains: as those of `add`, of the blocks that the prompt may take.
+            least: blocks that must be won where exact ones are given up for it.
         """
         best: Continued[K] | None = None
         for first in range(min(num_exact, len(chains) - 1), -1, -1):
             path = list(self._follow(root, chains[first:])) if (root, chains[first]) in self._blocks else []
-            if first + len(path) > (best.stop_block if best else num_exact):
+            least_stop = num_exact + (least if first < num_exact else 1)
+            if first + len(path) >= max(least_stop, best.stop_block + 1 if best else 0):
                 keys, depths = zip(*path, strict=True)
                 best = Continued(first, keys, depths)
         return best

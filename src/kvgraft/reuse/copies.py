@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -33,10 +34,11 @@ class Copies:
     def add(self, pages: Sequence[int], is_copy: np.ndarray) -> None:
         """Note which of the pages that a request leaves are copies, bool [n]; those that it has found noted have been
         used again. The last ones are to go first."""
-        known = [page for page, copied in zip(pages, is_copy, strict=True) if copied or page in self._versions]
-        for page, version in zip(known[::-1], self._pool.versions_of(known)[::-1].tolist(), strict=True):
-            self._versions[page] = version
-            self._versions.move_to_end(page)
+        versions = self._pool.versions_of(pages).tolist()
+        for page, version, copied in list(zip(pages, versions, is_copy, strict=True))[::-1]:
+            if copied or self._versions.get(page) == version:
+                self._versions[page] = version
+                self._versions.move_to_end(page)
 
     def learn(self, num_lost_copies: int, num_lost_sources: int) -> None:
         """So many pages were asked for that had been reclaimed."""
@@ -44,7 +46,7 @@ class Copies:
 
     def trim(self) -> None:
         """Forget the oldest beyond the budget that nobody holds: their pages are the next to be reclaimed."""
-        for page, version in list(self._versions.items())[: max(len(self) - self.budget, 0)]:
+        for page, version in list(islice(self._versions.items(), max(len(self) - self.budget, 0))):
             is_live = self._pool.versions_of([page])[0] == version
             if is_live and self._pool.ref_count(page):
                 continue

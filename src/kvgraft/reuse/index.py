@@ -30,7 +30,7 @@ class ReuseIndex:
     ) -> None:
         self.pool = pool
         self.cuts = similarity, list(anchors)
-        self.segments = SegmentIndex(pool.block_size, pool.is_live, *self.cuts)
+        self.clear()
         self.max_depth = max_depth
         self.require_clean_context = require_clean_context
 
@@ -53,6 +53,10 @@ class ReuseIndex:
             max_depth=self.max_depth,
             require_clean_context=self.require_clean_context,
         )
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.segments = SegmentIndex(self.pool.block_size, self.pool.is_live, *self.cuts)
 
     def take_lost(self) -> int:
         """Blocks that prompts would have grafted, had they not been reclaimed; since the last call."""

@@ -144,8 +144,8 @@ class VirtualBlockIndex:
             runs += self._claim(prompt, starts[depths <= depth], ids[depths <= depth], depth)
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
-        joined = self._join(sorted(runs, key=lambda run: run.start))
-        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in joined]
+        runs.sort(key=lambda run: run.start)
+        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in runs]
 
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
@@ -271,22 +271,6 @@ class VirtualBlockIndex:
             source_first, length = int(self._entries.source_start[entries[first]]), self.block_size * (stop - first)
             runs.append(_Run(offsets[first], length, source_first, entries[first:stop], depth))
         return runs
-
-    def _join(self, runs: list[_Run]) -> list[_Run]:
-        """Runs, by start; those that follow each other in the same source are one, whatever their depths."""
-        joined: list[_Run] = []
-        for run in runs:
-            last = joined[-1] if joined else None
-            if (
-                last is not None
-                and (last.start + last.length, last.source_start + last.length) == (run.start, run.source_start)
-                and self._entries.source[last.ids[0]] == self._entries.source[run.ids[0]]
-            ):
-                last.length += run.length
-                last.ids += run.ids
-            else:
-                joined.append(run)
-        return joined
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
         """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""

@@ -20,40 +20,42 @@ class Continuing:
         pool: vLLM's blocks; approximate ones have hashes that no content has.
         index: what can be grafted of them.
         hiding: gives a request such hashes, and its own ones back.
+        least_tokens: that must be won where exact blocks are given up.
     """
 
-    def __init__(self, pool: SharedPool, index: ReuseIndex, hiding: Hiding) -> None:
+    def __init__(self, pool: SharedPool, index: ReuseIndex, hiding: Hiding, least_tokens: int) -> None:
         self._pool, self._index, self._hiding = pool, index, hiding
+        self._least = -(-least_tokens // pool.block_size)
         self._known = Continuations[Any](lambda key: bool(pool.find([key])), pool.num_pages)
         self._copies = Copies(pool)
 
     def before_lookup(self, state: RequestState) -> None:
         """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so in every step."""
-        if state.way is None or state.whole or state.admitted:
+        if state.recovery_key is None or state.whole or state.admitted:
             return
+        self._copies.learn(self._known.take_lost(), self._index.take_lost())
+        self._copies.trim()
         self._hiding.undo(state)
         chains = self._chains(state, (len(state.token_ids) - 1) // self._pool.block_size)
         num_exact = self._pool.num_cached(state.request.block_hashes[: len(chains)])
-        continued = self._known.find(state.way, chains, num_exact)
+        continued = self._known.find(state.recovery_key, chains, num_exact, self._least)
         if continued is not None:
             self._hiding.go_on(state, continued)
-        self._copies.learn(self._known.take_lost(), self._index.take_lost())
-        self._copies.trim()
 
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Let others go on with the approximate blocks that a request has computed, up to this token."""
         size, hashes = self._pool.block_size, state.request.block_hashes
         first, stop = state.offer.first_approximate // size, min(num_tokens // size, len(blocks), len(hashes))
-        if state.way is None or state.whole or stop <= max(first, state.num_continuable):
+        if state.recovery_key is None or state.whole or stop <= max(first, state.num_continuable):
             return
         stop = first + self._pool.num_hashed(blocks[first:stop])
         depths = state.offer.depths(stop, size)[first:].tolist()
-        self._known.add(state.way, self._chains(state, stop), first, hashes[first:stop], depths)
-        state.num_continuable = stop
+        chains = self._chains(state, stop)
+        state.num_continuable = first + self._known.add(state.recovery_key, chains, first, hashes[first:stop], depths)
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:
         """A request gives its blocks back: those are noted that only prompts want which go on with it."""
-        if stop := state.num_continuable:
+        if stop := min(state.num_continuable, len(blocks)):  # fewer, if it was preempted and has not come back
             depths = state.offer.depths(stop, self._pool.block_size)
             self._copies.add(blocks[:stop], is_copied(state.plan, depths, self._index.max_depth))
 

@@ -95,6 +95,7 @@ class Planner:
             return False
         for entry in self.frozen.list():
             self.frozen.delete(entry.name, entry.namespace)
+        self.index.clear()
         return True
 
     def _find(self, state: RequestState, num_prefix: int) -> Candidate | None:

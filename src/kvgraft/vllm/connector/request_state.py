@@ -47,8 +47,8 @@ class RequestState:
         candidate: the plan that was made while it waits.
         prefix: pages of vLLM's exact hits, as of the last time that it asked.
         pinned: source pages held until its recovery has ended.
-        way: how it recovers what is reused: only others that do it in the same way go on with what it leaves. None: it
-            neither goes on with approximate KV nor leaves any to go on with.
+        recovery_key: how it recovers what is reused: only others that do it in the same way go on with what it leaves.
+            None: it neither goes on with approximate KV nor leaves any to go on with.
         continued: what it goes on with of an earlier prompt.
         num_continuable: leading blocks that others can go on with.
         chains: `chain_hashes` of its first blocks.
@@ -68,7 +68,7 @@ class RequestState:
     candidate: Candidate | None = None
     prefix: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
-    way: Hashable = None
+    recovery_key: Hashable = None
     continued: Continued[Any] | None = None
     num_continuable: int = 0
     chains: list[bytes] = field(default_factory=list)

@@ -80,7 +80,7 @@ class SchedulerSide:
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
-        self._continuing = Continuing(self.known.pool, self.known.index, self._hiding)
+        self._continuing = Continuing(self.known.pool, self.known.index, self._hiding, self.settings.min_graft_tokens)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
@@ -117,9 +117,11 @@ class SchedulerSide:
         options, refusal = self._eligibility.of(request)
         state = RequestState(request, options, Offer(scope), refusal)
         self._requests[request.request_id] = state
+        most = request.num_prompt_tokens + request.max_tokens
+        follows = self._flow is not None and self._flow.reaches(most)
         if self.settings.continuation and refusal is None and isinstance(options, RequestOptions):
-            state.way = str(options.policy), options.match_similar
-        if self._flow is not None and self._flow.reaches(request.num_prompt_tokens + request.max_tokens):
+            state.recovery_key = str(options.policy), options.match_similar, follows
+        if follows:
             state.num_exact = request.num_prompt_tokens
             state.offer.reset(state.num_exact)
             hide_answer(request, self._block_size)
