@@ -9,6 +9,8 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.pages import Pages
 
+MEMORY = 0.9  # what is left of earlier losses when there are new ones
+
 
 class Copies:
     """Pages that only prompts find which go on with an earlier one, the least recently used first.
@@ -26,6 +28,7 @@ class Copies:
         self._pool = pool
         self._versions: OrderedDict[int, int] = OrderedDict()  # by page
         self.budget = pool.num_pages
+        self._copies = self._sources = 0.0  # lost lately
 
     def __len__(self) -> int:
         """Pages noted, those that have been reclaimed since counted."""
@@ -41,8 +44,16 @@ class Copies:
                 self._versions.move_to_end(page)
 
     def learn(self, num_lost_copies: int, num_lost_sources: int) -> None:
-        """So many pages were asked for that had been reclaimed."""
-        self.budget = min(max(self.budget + num_lost_copies - num_lost_sources, 0), self._pool.num_pages)
+        """So many pages were asked for that had been reclaimed. The kind of which more has been lost lately gets room
+        that many times as fast."""
+        if not (num_lost_copies or num_lost_sources):
+            return
+        self._copies = MEMORY * self._copies + num_lost_copies
+        self._sources = MEMORY * self._sources + num_lost_sources
+        ratio = (self._sources + 1) / (self._copies + 1)
+        budget = min(self.budget, len(self)) if num_lost_sources else self.budget
+        budget += round(num_lost_copies * max(1, 1 / ratio) - num_lost_sources * max(1, ratio))
+        self.budget = min(max(budget, 0), self._pool.num_pages)
 
     def trim(self) -> None:
         """Forget the oldest beyond the budget that nobody holds: their pages are the next to be reclaimed."""
