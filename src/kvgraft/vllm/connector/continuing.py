@@ -62,6 +62,7 @@ class Continuing:
     def clear(self) -> None:
         """Nobody goes on with what was computed so far."""
         self._known.clear()
+        self._copies = Copies(self._pool)
 
     def _chains(self, state: RequestState, count: int) -> list[bytes]:
         """Keys of the first blocks of a request by all their tokens, in its namespace."""
