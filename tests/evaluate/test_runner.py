@@ -17,7 +17,7 @@ from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
 from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.tasks import Item, Shape, find_suites
+from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
@@ -145,7 +145,7 @@ def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: P
         theirs = runner.run(SETTINGS, served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
         with pytest.raises(ValueError, match="refused a prompt"):
-            list(served.answers(Item("alone", (("x " * 5000,),), ()), ("naive",)))
+            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("naive",)))
     ours = {(row.cluster, row.number, row.policy): row for row in rows}
     for row in theirs:
         mine = ours[row.cluster, row.number, row.policy].answer

@@ -100,8 +100,9 @@ class SchedulerSide:
 
     def _before_lookup(self, request: Any) -> None:
         """vLLM is about to look for the beginning of a prompt."""
-        self._offer_running()
-        self._continuing.before_lookup(self._requests[request.request_id])
+        if (state := self._requests.get(request.request_id)) is not None:
+            self._offer_running()
+            self._continuing.before_lookup(state)
 
     def _first_hidden(self, request: Any) -> int:
         """The first block of a request that nobody may find."""
