@@ -96,7 +96,9 @@ class VirtualBlockIndex:
             max_sources live entries already hold the content. The depth of a block never gets less.
         """
         tokens, pages, versions = as_int32("tokens", tokens), as_int32("pages", pages), np.asarray(versions, np.int64)
-        self._check_insertion(tokens, pages, versions, source, source_start, after, depth)
+        self._check_insertion(tokens, pages, versions, source, source_start, after)
+        if not 0 <= depth < 2**15:
+            raise ValueError(f"depth is {depth}, must be in [0, 2^15)")
         blocks = tokens.reshape(-1, self.block_size)
         starts = source_start + self.block_size * np.arange(len(blocks), dtype=np.int32)
         ids = np.empty(len(blocks), np.int32)
@@ -182,14 +184,7 @@ class VirtualBlockIndex:
         return Match(start, length, source_start, pages, depth)
 
     def _check_insertion(
-        self,
-        tokens: np.ndarray,
-        pages: np.ndarray,
-        versions: np.ndarray,
-        source: int,
-        source_start: int,
-        after: int,
-        depth: int,
+        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int
     ) -> None:
         size, capacity = self.block_size, self._entries.capacity
         if not len(tokens) == size * len(pages) == size * len(versions):
@@ -201,8 +196,6 @@ class VirtualBlockIndex:
             raise ValueError(f"source is {source}, must be a signed 64-bit integer")
         if source_start < 0 or source_start % size or source_start + len(tokens) >= 2**31:
             raise ValueError(f"source_start is {source_start}, must be a multiple of {size}, the end below 2^31")
-        if not 0 <= depth < 2**15:
-            raise ValueError(f"depth is {depth}, must be in [0, 2^15)")
         if not -1 <= after < capacity:
             raise ValueError(f"after is {after}, must be -1 or an entry id below {capacity}")
 
