@@ -54,6 +54,7 @@ CONDENSE = (  # each of its parts changed
     "condense:halo_blocks=0", "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion",
     "condense:kept_share=0.1", "condense:kept_share=0.14", "condense:kept_share=0.2",
 )  # fmt: skip
+LONG = ("naive", "samkv", "samkv:recomputed=none", "samkv:kept_share=0.3", "samkv:block_tokens=8", "condense")
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
 WORK = (0.05, 0.10, 0.20, 0.35)
@@ -163,7 +164,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_6": _documents(6, 3200),
     "documents_8": _documents(8, 4250, items=12),
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
-    "documents_long": _documents(4, 4250, ("naive", "samkv", "samkv:top_p=off", "samkv:block_tokens=8", "condense")),
+    "documents_long": _documents(4, 4250, LONG),
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
     "documents_native": _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3),
     "documents_vllm": replace(

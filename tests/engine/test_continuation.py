@@ -1,4 +1,4 @@
-"""Prompts that begin with an earlier one go on with its KV as it stands, exact or not."""
+"""Prompts that begin with an earlier one go on with its KV, exact or not; policies recover it where it is."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
-from kvgraft.prefill.policies import Epic, Full, Naive, SparseX
+from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.policies import Epic, Full, Naive, SparseX, Transitive
 from models import VOCAB_SIZE
 
 SIZE = 16
@@ -61,13 +62,64 @@ def test_the_next_turn_goes_on_with_all_of_the_last_one(engine: Engine):
 def test_it_reads_what_the_last_turn_has_left(engine: Engine):
     prompt = second_turn(engine, Naive())
     expected = ask(engine, prompt, Naive(), remember=False)
-    chain = engine.memory.lookup.continuations
-    pages = {engine.memory.pool.lookup(key) for key, _ in chain._blocks.values()}
-    slots = [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
-    engine.memory.cache.values[:, slots] += 1.0
+    engine.memory.cache.values[:, approximate_slots(engine)] += 1.0
     changed = ask(engine, prompt, Naive(), remember=False)
     assert changed.report.continued_tokens == expected.report.continued_tokens > 0
     assert float((changed.first_logits - expected.first_logits).abs().max()) > 1e-2  # type: ignore[operator]
+
+
+def approximate_slots(engine: Engine) -> list[int]:
+    """Where the KV lies that only prompts find which go on with it."""
+    blocks = engine.memory.lookup.continuations._blocks.values()
+    pages = {engine.memory.pool.lookup(key) for key, depth in blocks if depth}
+    return [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
+
+
+@pytest.mark.parametrize("policy", [EVERYTHING, Transitive(recompute_share=1.0, continued_share=1.0)], ids=str)
+def test_it_is_recovered_for_the_new_question_where_it_is(engine: Engine, policy: Policy):
+    prompt = second_turn(engine, policy)
+    slots = approximate_slots(engine)
+    engine.memory.cache.values[:, slots] += 1.0
+    used = engine.memory.pool.num_free
+    continued = ask(engine, prompt, policy)
+    assert continued.report.recomputed_tokens == continued.report.continued_tokens == len(slots)
+    assert engine.memory.pool.num_free == used, "nothing was copied, and nothing is held"
+    truth = ask(engine, prompt, Full(), namespace="nobody else")
+    assert float((continued.first_logits - truth.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
+    engine.check()
+
+
+def test_a_part_of_it_is_recovered_by_the_default(engine: Engine):
+    report = ask(engine, second_turn(engine, Transitive()), Transitive()).report
+    assert report.continued_tokens > 100
+    assert 0.02 * report.continued_tokens <= report.recomputed_tokens <= 0.02 * report.continued_tokens + 3
+
+
+def test_what_others_read_stays_as_it_is(engine: Engine):
+    prompt = second_turn(engine, EVERYTHING)
+    requests = [Request(prompt + words(20, 6 + n), EVERYTHING, SamplingParams(max_tokens=2)) for n in range(2)]
+    first, second = engine.generate(requests)
+    assert first.report.continued_tokens == second.report.continued_tokens > 0
+    assert (first.report.recomputed_tokens, second.report.recomputed_tokens) == (first.report.continued_tokens, 0)
+    engine.check()
+
+
+def test_nobody_goes_on_with_what_a_failed_recovery_has_left(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    prompt = second_turn(engine, EVERYTHING)
+
+    def fail(self: Policy, ctx: PrefillContext) -> Hidden:
+        ctx.run(range(1), ctx.embed(ctx.plan.active))
+        raise RuntimeError("as if")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SparseX, "recover", fail)
+        with pytest.raises(RuntimeError, match="as if"):
+            ask(engine, prompt, EVERYTHING)
+    engine.check()
+    again = ask(engine, prompt, EVERYTHING)
+    assert (again.report.continued_tokens, again.report.prefix_tokens) == (0, 32)
+    truth = ask(engine, prompt, Full(), namespace="nobody else")
+    assert float((again.first_logits - truth.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
 
 
 def test_of_what_was_computed_exactly_the_answer_is_exact(engine: Engine):

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
 from hosts import Host
 from processes import HostProcess
+
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.policies import SparseX
 
 DOCUMENT, OPENING = words(300, 1), words(70, 2)
 EXACT = {"reuse": "exact"}
@@ -54,6 +58,76 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
         assert prefix + continued == found
         found = (len(prompt) + 19) // BLOCK * BLOCK
         prompt = prompt + answer.tokens + words(33, 10 + turn)
+
+
+def spoil_approximate_blocks(host: Host) -> int:
+    """Overwrite what only prompts find which go on with it; how many tokens that are."""
+    blocks = host.known.pool.find(host.continuable())
+    host.poison(blocks)
+    return len(blocks) * BLOCK
+
+
+def test_it_is_recovered_for_the_new_question_where_it_is(host: Host, plain: HostProcess):
+    prompt = first_turn(host, EVERYTHING)
+    num_spoilt = spoil_approximate_blocks(host)
+    [answer] = host.ask(Ask(prompt, EVERYTHING, max_tokens=20))
+    assert (kinds(answer)[1], answer.report["recomputed_tokens"]) == (num_spoilt, num_spoilt)
+    assert answer.report["outcome"] == "continued"
+    assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
+    [again] = host.ask(Ask(prompt, EVERYTHING, max_tokens=20))
+    assert again.tokens == answer.tokens
+
+
+def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
+    prompt = first_turn(host, EVERYTHING)
+    spoil_approximate_blocks(host)
+    prompts = [prompt + words(20, 6), prompt + words(30, 7), prompt + words(9, 8)]
+    answers = host.ask(*[Ask(prompt, EVERYTHING, max_tokens=20) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert kinds(answer)[1] > 0
+        assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
+
+
+def test_what_others_read_stays_as_it_is(host: Host, plain: HostProcess):
+    host.read(DOCUMENT)
+    prompt = OPENING + DOCUMENT
+    name = host.add(Ask(prompt, EVERYTHING, max_tokens=100))
+    host.step_until(lambda: name in host.outputs)
+    before = host.read_kv(host.slots(name)[: len(prompt)])
+    [answer] = host.ask(Ask(prompt + words(40, 3), EVERYTHING, max_tokens=5))
+    after = host.read_kv(host.slots(name)[: len(prompt)])
+    assert kinds(answer)[1] > 0
+    assert answer.report["recomputed_tokens"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert [host.finish(name)[0].tokens] == plain.tokens(prompt, max_tokens=100)
+
+
+@pytest.mark.parametrize("how", ["fails", "aborts"])
+def test_nobody_goes_on_with_what_is_half_recovered(
+    host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    prompt = first_turn(host, EVERYTHING)
+
+    def fail(self: Policy, ctx: PrefillContext) -> Hidden:
+        ctx.run(range(1), ctx.embed(ctx.plan.active))
+        raise RuntimeError("as if")
+
+    with monkeypatch.context() as patched:
+        if how == "fails":
+            patched.setattr(SparseX, "recover", fail)
+            [answer] = host.ask(Ask(prompt, EVERYTHING))
+            assert (answer.report["outcome"], answer.report["reason"]) == ("fallback", "error")
+            assert [answer.tokens] == plain.tokens(prompt)
+        else:
+            patched.setattr(host.queue, "advance", lambda budget: {})
+            name = host.add(Ask(prompt, EVERYTHING))
+            host.step_until(lambda: bool(host.queue._batches))
+            host.abort(name)
+    host.settle()
+    assert not host.continuable()
+    [exact] = host.ask(Ask(prompt, EVERYTHING))
+    assert kinds(exact)[1] == 0
+    assert [exact.tokens] == plain.tokens(prompt)
 
 
 @pytest.mark.parametrize("options", [OFF, EXACT, {"policy": "full"}], ids=str)

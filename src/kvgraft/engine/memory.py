@@ -141,6 +141,14 @@ class Memory:
         sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
         sequence.offer.restart()
 
+    def abandon(self, sequence: SequenceState) -> None:
+        """`release`, when its recovery has failed half way: nobody finds the pages that it has rewritten in place."""
+        plan, size = sequence.admitted_plan, self.pool.block_size
+        in_place = (plan.grafted & ~plan.copied)[: plan.num_tokens // size * size].view(-1, size).all(1)
+        pages = sequence.pages.pages[0, : len(in_place)][in_place.numpy()].tolist()
+        self.release(sequence)
+        self.pool.forget(pages)
+
     def _find(self, sequence: SequenceState) -> Reuse:
         """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
         self.lookup.make_room()
@@ -202,9 +210,15 @@ class Memory:
             sequence.offer.rest_on((span.start, 1) for span in sequence.documents)
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
-            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches)
+            in_place = self._in_place(reuse) if sequence.policy.recovers_in_place else ()
+            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches, in_place)
         sequence.set_plan(plan)
         return lists
+
+    def _in_place(self, reuse: Reuse) -> list[int]:
+        """Approximate blocks that a prompt goes on with, and that nobody else reads."""
+        blocks = reuse.continued.approximate_blocks if reuse.continued else []
+        return [block for block in blocks if self.pool.ref_count(reuse.hits[block]) == 1]
 
     def note_fallback(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is computed in full, and why."""

@@ -135,7 +135,7 @@ class Scheduler:
         for sequence in reversed(admitted):
             if sequence.first_token_pending:
                 self.running.remove(sequence)
-                self.memory.release(sequence)
+                self.memory.abandon(sequence)
                 self.waiting.appendleft(sequence)
 
     def _prefill(self, policy: Policy, sequences: list[SequenceState]) -> None:

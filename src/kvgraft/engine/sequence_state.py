@@ -125,9 +125,9 @@ class SequenceState:
         """Take a plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
-        report.prefix_tokens, report.continued_tokens = int(plan.prefix.sum()) - continued, continued
-        report.grafted_tokens, report.depth = int(plan.grafted.sum()), self.offer.depth
-        report.fresh_tokens = int(plan.fresh.sum())
+        report.fresh_tokens, report.grafted_tokens = int(plan.fresh.sum()), int(plan.copied.sum())
+        report.continued_tokens, report.depth = continued, self.offer.depth
+        report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))
 
     @property

@@ -145,6 +145,7 @@ class Policy(ABC):
     name: ClassVar[str]
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
     grafts_local_heads: ClassVar[bool] = True  # False: it computes what local heads have lost of a grafted token
+    recovers_in_place: ClassVar[bool] = True  # False: KV that an earlier prompt left in place is as good as it gets
     needs_head_map: ClassVar[bool] = False  # True: it works head by head, which only some hosts can
     match: ClassVar[str] = "exact"  # or "similar": how prompts are matched, unless the user says otherwise
 

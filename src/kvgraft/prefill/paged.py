@@ -100,8 +100,8 @@ class PagedPrefill(PrefillContext):
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots, target slots [..., g] and shifts of the grafted tokens, int64 [g] on the cache's device."""
-        target = self._slots_of(self.plan.grafted)
+        """Source slots, target slots [..., g] and shifts of the tokens to copy, int64 [g] on the cache's device."""
+        target = self._slots_of(self.plan.copied)
         return self.plan.graft_sources.to(target.device), target, self.plan.graft_shifts.to(target.device)
 
     def _stage(self, hidden: Hidden) -> str:

@@ -22,7 +22,7 @@ class Kind(IntEnum):
 
     FRESH = 0  # computed
     PREFIX = 1  # exact hit: the page of another request, shared
-    GRAFTED = 2  # copied from another position and aligned
+    GRAFTED = 2  # approximate: copied from another position and aligned, or left in place by an earlier prompt
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
         kinds: uint8 [T], values of `Kind`.
         lengths: tokens of each prompt; they sum to T.
         block_size: tokens in a block, the unit of `overflow`.
-        graft_targets: int64 [g], positions in 0..T of the grafted tokens, ascending.
+        graft_targets: int64 [g], positions in 0..T of the grafted tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
         ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
@@ -58,19 +58,27 @@ class Plan:
 
     @classmethod
     def for_prompt(
-        cls, num_tokens: int, block_size: int, prefix_blocks: Iterable[int] = (), matches: Sequence[Match] = ()
+        cls,
+        num_tokens: int,
+        block_size: int,
+        prefix_blocks: Iterable[int] = (),
+        matches: Sequence[Match] = (),
+        in_place: Iterable[int] = (),
     ) -> "Plan":
         """The plan of one prompt of `num_tokens` tokens.
 
         Args:
-            prefix_blocks: indices of the prompt's blocks that exact hits provide.
+            prefix_blocks: indices of the prompt's blocks that hits provide.
             matches: grafts, disjoint from each other and from the prefix blocks.
+            in_place: those of the prefix blocks that are approximate, and that a policy may recompute where they are.
 
         The last token is always fresh: its hidden state gives the first generated token.
         """
         kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
         for block in prefix_blocks:
             kinds[block * block_size : (block + 1) * block_size] = Kind.PREFIX
+        for block in in_place:
+            kinds[block * block_size : (block + 1) * block_size] = Kind.GRAFTED
         for match in matches:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
@@ -138,6 +146,11 @@ class Plan:
     def grafted(self) -> Tensor:
         """bool [T]: tokens with aligned, approximate KV, which a policy may recompute."""
         return self.kinds == Kind.GRAFTED
+
+    @cached_property
+    def copied(self) -> Tensor:
+        """bool [T]: the grafted tokens that are copied."""
+        return self._at(self.graft_targets)
 
     @cached_property
     def fresh(self) -> Tensor:
@@ -209,9 +222,11 @@ class Plan:
         numbers[self.graft_targets] = self._starts_segment.cumsum(0) - 1
         return numbers
 
-    def top_share(self, scores: Tensor, share: float, among: Tensor) -> Tensor:
-        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T]."""
-        counts = [int(np.ceil(share * int(among[prompt].sum()) - 1e-9)) for prompt in self.prompts]
+    def top_share(self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0) -> Tensor:
+        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T], where those
+        that are grafted in place count for so much each."""
+        weights = torch.where(self.grafted & ~self.copied, in_place, 1.0).double() * among
+        counts = [int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts]
         return self._top(scores, counts, among)
 
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ class Continued(Generic[K]):
         """The first block that it does not have."""
         return self.first_block + len(self.keys)
 
+    @property
+    def approximate_blocks(self) -> list[int]:
+        """Those of its blocks that are not exact."""
+        return [block for block, depth in enumerate(self.depths, self.first_block) if depth]
+
     def steps(self, block_size: int) -> list[tuple[int, int]]:
         """What a prompt rests on that goes on with it: see `Offer.rest_on`. A step for each new depth."""
         steps: list[tuple[int, int]] = []

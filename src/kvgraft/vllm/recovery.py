@@ -34,8 +34,9 @@ class Job:
 
     @property
     def own_blocks(self) -> torch.Tensor:
-        """The blocks behind the exact hits, which no other request has."""
-        return torch.from_numpy(self.blocks[int(self.plan.prefix.sum()) // self.plan.block_size :])
+        """The blocks that it writes to: no other request has them."""
+        hits = self.plan.prefix[:: self.plan.block_size].numpy()[: len(self.blocks)]
+        return torch.from_numpy(self.blocks[np.pad(~hits, (0, len(self.blocks) - len(hits)), constant_values=True)])
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class Epic(Policy):
     """
 
     name: ClassVar[str] = "epic"
+    recovers_in_place: ClassVar[bool] = False
 
     start_tokens: int = 16  # N: recomputed at the beginning of each segment
 

@@ -11,6 +11,7 @@ class Naive(Policy):
     """Trust the aligned KV as it is; compute fresh tokens only ("naive reuse", SparseX 5.1)."""
 
     name: ClassVar[str] = "naive"
+    recovers_in_place: ClassVar[bool] = False
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft all layers, run the fresh tokens."""

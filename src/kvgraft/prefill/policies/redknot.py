@@ -37,6 +37,7 @@ class RedKnot(SelectsByAttention):
     """
 
     name: ClassVar[str] = "redknot"
+    recovers_in_place: ClassVar[bool] = False
     grafts_local_heads: ClassVar[bool] = False
     needs_head_map: ClassVar[bool] = True
 

@@ -26,6 +26,7 @@ class Similar(Policy):
     """
 
     name: ClassVar[str] = "similar"
+    recovers_in_place: ClassVar[bool] = False
     match: ClassVar[str] = "similar"
 
     reused_layers: int | None = None  # the first layers (L_reuse); None: `reused_share` of all

@@ -27,6 +27,7 @@ class Transitive(SelectsByAttention):
     probe_layers: int | None = None  # computed before keys are scored; None: `probe_share` of all
     probe_share: float = 0.1  # of all layers, rounded up
     recompute_share: float = 0.05  # of the grafted tokens, recomputed
+    continued_share: float = 0.02  # of those that an earlier prompt has left in place; no more than recompute_share
     hops: int = 2  # rounds in which chosen tokens choose further ones
     first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
     tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
@@ -35,6 +36,7 @@ class Transitive(SelectsByAttention):
         super().__post_init__()
         require_layers(self, "probe_layers")
         require_share("recompute_share", self.recompute_share)
+        require_share("continued_share", self.continued_share)
         require_at_least("hops", self.hops, 0)
         require_share("first_share", self.first_share)
         require_at_least("tail_tokens", self.tail_tokens, 1)
@@ -46,10 +48,11 @@ class Transitive(SelectsByAttention):
         ctx.graft(layers)
         chosen = plan.tail(self.tail_tokens)
         computed, asking = plan.fresh | chosen, self.asking(plan) | chosen
+        in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
         for share in self._shares():
             ctx.project(probe, ctx.run(range(probe), ctx.embed(computed)))
             scores = self.score(ctx, probe, asking)
-            found = plan.top_share(scores, share, among=plan.grafted & ~chosen)
+            found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
             if not found.any():
                 break
             chosen = chosen | found

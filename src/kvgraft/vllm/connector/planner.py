@@ -10,7 +10,7 @@ from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
-from kvgraft.vllm.options import Control
+from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import KVGraftSettings
 
@@ -47,12 +47,27 @@ class Planner:
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
         """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
-        candidate = self._find(state, num_prefix)
-        if candidate is None:
-            return "no_known_text", None
-        if not self.is_worthwhile(int(candidate.plan.grafted.sum()), candidate.plan.num_tokens - num_prefix):
-            return "too_little_known", None
-        return None, candidate
+        tokens = np.array(state.token_ids, np.int64)
+        if state.whole:  # its documents are read on their own
+            plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
+            return None, Candidate(plan, 0, [], np.zeros(0, np.int64))
+        kept = state.candidate
+        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_valid(kept):
+            return None, kept
+        free = np.ones(len(tokens), bool)
+        free[:num_prefix] = False
+        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
+        reason = "too_little_known" if matches else "no_known_text"
+        if not self.is_worthwhile(sum(match.length for match in matches), len(tokens) - num_prefix):
+            matches = []
+        in_place = self._in_place(state, num_prefix)
+        if not matches and not in_place:
+            return reason, None
+        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place)
+        sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
+        steps = tuple((match.start, match.depth + 1) for match in matches)
+        pages = tuple(state.prefix[block] for block in in_place)
+        return None, Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps, pages)
 
     def is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
         """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
@@ -98,28 +113,17 @@ class Planner:
         self.index.clear()
         return True
 
-    def _find(self, state: RequestState, num_prefix: int) -> Candidate | None:
-        """A plan for the request's tokens, of which vLLM has num_prefix; None if nothing else is known.
+    def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
+        """Approximate blocks that a request goes on with, that its policy can make better for this prompt, and that
+        nobody else reads."""
+        if state.continued is None or not isinstance(state.options, RequestOptions):
+            return []
+        if not state.options.policy.recovers_in_place:
+            return []
+        blocks = [block for block in state.continued.approximate_blocks if block < num_prefix // self.block_size]
+        return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
-        The plan of an earlier call is kept while the prompt's exact hits are the same and its sources live. A prompt
-        of which a part is kept has no sources: its documents are read on their own.
-        """
-        kept = state.candidate
-        tokens = np.array(state.token_ids, np.int64)
-        if state.whole:
-            plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
-            return Candidate(plan, 0, [], np.zeros(0, np.int64))
-        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_live(kept):
-            return kept
-        free = np.ones(len(tokens), bool)
-        free[:num_prefix] = False
-        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
-        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches)
-        if not plan.graft_targets.numel():
-            return None
-        sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
-        steps = tuple((match.start, match.depth + 1) for match in matches)
-        return Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps)
-
-    def _is_live(self, candidate: Candidate) -> bool:
-        return bool(self.pool.is_live(np.array(candidate.sources), candidate.versions).all())
+    def _is_valid(self, candidate: Candidate) -> bool:
+        """Whether its sources are what they were, and nobody has come to read what it rewrites."""
+        is_live = self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all()
+        return bool(is_live) and not any(self.pool.ref_count(page) for page in candidate.in_place)

@@ -29,6 +29,8 @@ class Reporting:
         report, options, request = state.report, state.options, state.request
         num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
+        if candidate is not None:
+            num_prefix = candidate.num_prefix
         spans = _spans(candidate, num_prompt, num_prefix)
         if state.continued is not None:
             spans = list(_continued(spans, state.continued.first_block * self._block_size))
@@ -115,9 +117,10 @@ def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tu
 
 def _spans(candidate: Candidate | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:
     """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a preemption."""
+    found = [(0, num_prefix, "prefix")]
     if candidate is not None:
         [spans] = candidate.plan.spans
-        found = [(span.start, min(span.stop, num_prompt), span.kind.name.lower()) for span in spans]
+        found += [(max(s.start, num_prefix), min(s.stop, num_prompt), s.kind.name.lower()) for s in spans]
     else:
-        found = [(0, num_prefix, "prefix"), (num_prefix, num_prompt, "fresh")]
+        found += [(num_prefix, num_prompt, "fresh")]
     return [span for span in found if span[0] < span[1]]

@@ -19,6 +19,7 @@ class Candidate:
     Attributes:
         sources: distinct pages that it grafts from, under `versions`.
         steps: see `Offer.rest_on`.
+        in_place: pages whose approximate KV is recovered where it is; nobody else reads them.
     """
 
     plan: Plan
@@ -26,11 +27,7 @@ class Candidate:
     sources: list[int]
     versions: np.ndarray  # int64 [len(sources)]
     steps: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def first_graft(self) -> int:
-        """Position of the first grafted token."""
-        return int(self.plan.grafted.nonzero()[0])
+    in_place: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

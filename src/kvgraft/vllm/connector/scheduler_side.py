@@ -143,6 +143,8 @@ class SchedulerSide:
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
         state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
+        if self._is_rewritten(state.prefix):
+            return None, False
         state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
@@ -262,11 +264,11 @@ class SchedulerSide:
             raise TypeError("a control request never grafts")
         state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
-            num_grafted = int(candidate.plan.grafted.sum())
+            num_grafted = int(candidate.plan.copied.sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
-        if not state.whole:
-            self._hiding.hide(state, candidate.first_graft)
+        if candidate.steps:
+            self._hiding.hide(state, candidate.steps[0][0])
             state.offer.rest_on(candidate.steps)
         tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
         table = torch.tensor(blocks, dtype=torch.int64).numpy()
@@ -276,6 +278,9 @@ class SchedulerSide:
     def _end_recovery(self, state: RequestState, outcome: RecoveryResult) -> None:
         self.known.pool.release(state.pinned)
         candidate, state.pinned, state.recovery = state.recovery, [], None
+        if outcome.failure is not None and candidate is not None and candidate.in_place:
+            self.known.pool.forget(candidate.in_place)
+            state.continued = None
         if state.finished:
             del self._requests[state.id]
             self._hiding.give_up(state)
@@ -310,6 +315,11 @@ class SchedulerSide:
         self._continuing.remember(state, blocks, num_computed)
         if self.stored is not None:
             self.stored.keep(state, blocks, ended=ended)
+
+    def _is_rewritten(self, pages: list[int]) -> bool:
+        """Whether another request recovers some of these pages where they are: the request should wait for that."""
+        others = (state.recovery.in_place for state in self._requests.values() if state.recovery is not None)
+        return any(not set(pages).isdisjoint(in_place) for in_place in others if in_place)
 
     def _is_coming(self, state: RequestState, num_prefix: int, num_missing: int) -> bool:
         """Whether the request should wait for stored blocks."""
