@@ -144,8 +144,8 @@ class Memory:
     def abandon(self, sequence: SequenceState) -> None:
         """`release`, when its recovery has failed half way: nobody finds the pages that it has rewritten in place."""
         plan, size = sequence.admitted_plan, self.pool.block_size
-        in_place = (plan.grafted & ~plan.copied)[: plan.num_tokens // size * size].view(-1, size).all(1)
-        pages = sequence.pages.pages[0, : len(in_place)][in_place.numpy()].tolist()
+        in_place = plan.in_place[::size].numpy()
+        pages = sequence.pages.pages[0, : len(in_place)][in_place].tolist()
         self.release(sequence)
         self.pool.forget(pages)
 

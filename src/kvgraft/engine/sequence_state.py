@@ -125,7 +125,8 @@ class SequenceState:
         """Take a plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
-        report.fresh_tokens, report.grafted_tokens = int(plan.fresh.sum()), int(plan.copied.sum())
+        report.fresh_tokens = int(plan.fresh.sum())
+        report.grafted_tokens = int((plan.grafted & ~plan.in_place).sum())
         report.continued_tokens, report.depth = continued, self.offer.depth
         report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))

@@ -264,7 +264,7 @@ class SchedulerSide:
             raise TypeError("a control request never grafts")
         state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
-            num_grafted = int(candidate.plan.copied.sum())
+            num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
         if candidate.steps:
