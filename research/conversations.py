@@ -143,6 +143,8 @@ def answers(
         most = len((turn.answer or "").split()) or 1
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
         [result] = engine.generate([Request(as_parts(turn.segments, ()), policy, sampling, return_logits=True)])
+        if result.first_logits is None:
+            raise RuntimeError(result.error)
         yield result.text, result.first_logits, result.report
 
 
@@ -159,44 +161,46 @@ def run(model: Path, count: int, seed: int, conditions: Sequence[str]) -> list[T
                     expected = truth.setdefault((kind, number, turn), logits)
                     answer = turns[turn - 1].answer
                     score = None if answer is None else contains_all(text, answer.split())
-                    kinds = (report.prefix_tokens, report.continued_tokens, report.grafted_tokens)
-                    shares = (tokens / report.prompt_tokens for tokens in kinds)
-                    kl = first_token(logits, expected)["kl"]
-                    share = report.computed_share
-                    rows.append(TurnRow(kind, number, turn, condition, score, kl, report.depth, *shares, share))
+                    kl, total = first_token(logits, expected)["kl"], report.prompt_tokens
+                    rows.append(
+                        TurnRow(
+                            kind, number, turn, condition, score, kl, report.depth, report.prefix_tokens / total,
+                            report.continued_tokens / total, report.grafted_tokens / total, report.computed_share,
+                        )
+                    )  # fmt: skip
                 on_progress(place * len(sessions) + at + 1, (len(conditions) + 1) * len(sessions))
     return rows
 
 
 def trend(rows: Sequence[TurnRow], of: str) -> tuple[float, float, float]:
-    """Change a turn of what a condition loses, its slope over the turns, with a 95 % interval by conversation."""
-    values = np.array([(row.turn, getattr(row, of)) for row in rows], float)
-    slope = float(np.polyfit(values[:, 0], values[:, 1], 1)[0])
+    """Change a turn, the mean slope of conversations, with a 95 % interval."""
     groups = defaultdict(list)
     for row in rows:
         groups[row.session].append((row.turn, getattr(row, of)))
-    slopes = [float(np.polyfit(*np.array(pairs, float).T, 1)[0]) for pairs in groups.values()]
-    return slope, *bootstrap(slopes)
+    slopes = []
+    for pairs in groups.values():
+        turns, values = np.array(pairs, float).T
+        slopes.append(float(np.polyfit(turns, values, 1)[0]))
+    return float(np.mean(slopes)), *bootstrap(slopes)
 
 
 def table(rows: Sequence[TurnRow], kind: str) -> Table:
-    """A line a condition: KL (and score) by stretches of turns, their trend, what was reused, what was computed."""
-    scored = rows[0].score is not None
+    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what was computed."""
     found = Table(title=kind, box=box.MARKDOWN)
     for name in ("condition", "1-3", "4-6", "7-9", "10-12", "all (95 %)", "a turn (95 %)", "reused", "computed"):
         found.add_column(name, justify="left" if name == "condition" else "right")
     for condition in dict.fromkeys(row.condition for row in rows):
         mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
-        for of in ("score", "kl") if scored else ("kl",):
-            parts = [np.mean([getattr(row, of) for row in mine if first <= row.turn < first + 3]) for first in (1, 4, 7, 10)]
+        reused = [np.mean([getattr(row, name) for row in mine]) for name in ("prefix", "continued", "grafted")]
+        for of in ("kl",) if rows[0].score is None else ("score", "kl"):
             values = [getattr(row, of) for row in mine]
+            by_turn = np.array(values).reshape(-1, 4, TURNS // 4).mean((0, 2))
             low, high = bootstrap(values, [row.session for row in mine])
             slope, least, most = trend(mine, of)
-            reused = [np.mean([getattr(row, name) for row in mine]) for name in ("prefix", "continued", "grafted")]
             found.add_row(
-                f"{condition}: {of}", *(f"{part:.3f}" for part in parts), f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})",
-                f"{slope:+.4f} ({least:+.4f} to {most:+.4f})", " + ".join(f"{share:.2f}" for share in reused),
-                f"{np.mean([row.computed for row in mine]):.3f}",
+                f"{condition}: {of}", *(f"{value:.3f}" for value in by_turn),
+                f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})", f"{slope:+.4f} ({least:+.4f} to {most:+.4f})",
+                " + ".join(f"{share:.2f}" for share in reused), f"{np.mean([row.computed for row in mine]):.3f}",
             )  # fmt: skip
     return found
 

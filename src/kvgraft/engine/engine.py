@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kvgraft.decode.flow import Flow
+from kvgraft.engine.costs import make_cost_model
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.lookup import CacheLookup
@@ -27,6 +28,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.reuse.cost import EXACT_VALUE, Costs
 from kvgraft.reuse.index import ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
@@ -61,9 +63,12 @@ class Engine:
             the policies want.
         residual_layers: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all, without a
-            recovery for what is asked now.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
+            exact in it is recovered where it is, as far as the policy sees fit.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those that
+            `Costs.save` has written; None grafts all that is known.
+        exact_value: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
@@ -99,8 +104,10 @@ class Engine:
         head_paging: bool = False,
         match: str | Similarity | None = None,
         residual_layers: Sequence[int] = (),
-        continuation: bool = False,
+        continuation: bool = True,
         max_depth: int = 0,
+        costs: str | Path | Costs | None = None,
+        exact_value: float = EXACT_VALUE,
         require_clean_context: bool = False,
         anchors: Sequence[str] = (),
         pad_segments: bool = False,
@@ -136,7 +143,9 @@ class Engine:
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
-        self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index, continuation), chunk, tier)
+        cost_model = make_cost_model(costs, exact_value, self.decoder, cache, self.max_length)
+        lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
+        self.memory = Memory(pool, cache, self.frozen, lookup, chunk, tier)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)

@@ -16,7 +16,7 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
-NOTHING = Reuse({}, [], [])
+NOTHING = Reuse({}, [], None, [])
 
 
 class Memory:
@@ -205,6 +205,8 @@ class Memory:
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
         sequence.rest_on(reuse.continued, reuse.matches, size)
+        if reuse.estimate is not None:
+            sequence.decide(reuse.estimate, grafts=bool(reuse.matches))
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
             sequence.offer.rest_on((span.start, 1) for span in sequence.documents)

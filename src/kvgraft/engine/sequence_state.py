@@ -18,6 +18,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continued
+from kvgraft.reuse.cost import Estimate
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.matches import Match
 
@@ -120,6 +121,12 @@ class SequenceState:
         self.offer.reset()
         self.offer.rest_on((match.start, match.depth + 1) for match in matches)
         self.offer.rest_on(continued.steps(block_size) if continued else ())
+
+    def decide(self, estimate: Estimate, *, grafts: bool) -> None:
+        """Note by which estimate it was decided whether to graft what is known."""
+        self.report.estimated_full_s, self.report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
+        if not grafts:
+            self.given_up = "too_little_known"
 
     def set_plan(self, plan: Plan) -> None:
         """Take a plan, and report what it means for the prompt."""

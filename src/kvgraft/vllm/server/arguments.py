@@ -1,7 +1,7 @@
 """The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
 
 import os
-from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -103,11 +103,16 @@ def _make_parser() -> FlexibleArgumentParser:
         group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
     group.add_argument(
         "--kvgraft-continuation",
-        action="store_true",
+        action=BooleanOptionalAction,
         default=None,
         help="Let the next turn of a conversation go on with the KV of the last one, grafts and all.",
     )
     group.add_argument("--kvgraft-max-depth", type=int, help="Of sources: 0 is exact, d + 1 follows grafts of depth d.")
+    group.add_argument(
+        "--kvgraft-costs",
+        help="By which it is decided what to graft: measured (at the start), tokens, or a file.",
+    )
+    group.add_argument("--kvgraft-exact-value", type=float, help="What exact KV is worth, of what computing it costs.")
     group.add_argument(
         "--kvgraft-require-clean-context",
         action="store_true",
