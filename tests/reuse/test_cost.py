@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.reuse.cost import TOKENS, CostModel, Costs, Estimate
+from kvgraft.prefill.costs import TOKENS, Costs
+from kvgraft.reuse.cost import CostModel, Estimate
 from kvgraft.segments.matches import Match
 from models import VOCAB_SIZE
 

@@ -8,8 +8,9 @@ import torch
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.kv.cache import KVCache
+from kvgraft.prefill.costs import Costs, calibrate, find_costs
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.cost import CostModel, Costs, calibrate, find_costs
+from kvgraft.reuse.cost import CostModel
 
 
 def make_cost_model(

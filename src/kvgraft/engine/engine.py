@@ -25,10 +25,11 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount, require_at_least
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.reuse.cost import EXACT_VALUE, Costs
+from kvgraft.reuse.cost import EXACT_VALUE
 from kvgraft.reuse.index import ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
@@ -123,29 +124,25 @@ class Engine:
         require_at_least("max_depth", max_depth, 0)
         require_amount("document_gib", document_gib)
         self.policy = parse_policy(policy)
-        self.decoder = load_decoder(model_dir, dtype, device)
-        self.tokenizer = load_tokenizer(model_dir)
+        self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
-        self.max_length = max_length or config.max_position
-        if not 1 < self.max_length <= config.max_position:
-            raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
+        self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
-        served = self.policy, *map(parse_policy, policies)
+        served = [self.policy, *map(parse_policy, policies)]
         needed, similarity = needs(served, residual_layers, match, config.num_layers)
         pool, cache = make_pool(
             self.decoder, layout, block_size, num_pages, kv_gib, self.max_length, needed, poison=poison_dropped_pages
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
-        chunk = -(-max_prefill_tokens // block_size) * block_size
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
         cost_model = make_cost_model(costs, exact_value, self.decoder, cache, self.max_length)
         lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
-        self.memory = Memory(pool, cache, self.frozen, lookup, chunk, tier)
+        self.memory = Memory(pool, cache, self.frozen, lookup, max_prefill_tokens, tier)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
@@ -313,3 +310,11 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
+
+
+def _length(given: int | None, most: int) -> int:
+    """Positions of the longest sequence; ValueError if the model does not have as many."""
+    length = given or most
+    if not 1 < length <= most:
+        raise ValueError(f"max_length {given} is not in 2..{most}, the positions of this model")
+    return length

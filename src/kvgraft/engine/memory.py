@@ -23,7 +23,7 @@ class Memory:
     """Who holds which pages.
 
     Args:
-        chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
+        max_prefill_tokens: of a prompt that are computed at a time, if nothing is grafted; rounded up to whole pages.
         store: where content lies that left the pool.
     """
 
@@ -33,13 +33,13 @@ class Memory:
         cache: KVCache,
         frozen: FrozenPool,
         lookup: CacheLookup,
-        chunk: int,
+        max_prefill_tokens: int,
         store: StoreTier | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
-        self.chunk = chunk
+        self.chunk = -(-max_prefill_tokens // pool.block_size) * pool.block_size
         self.lookup = lookup
         self.store = store
         self.fallbacks: Counter[str] = Counter()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Hidden, Reduction
+from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.cost import Costs, calibrate
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.layers import embed, entering
 

@@ -6,8 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from kvgraft.methods import require_amount, require_at_least, require_share
+from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.reuse.cost import EXACT_VALUE, MEASURED, Costs, find_costs
+from kvgraft.reuse.cost import EXACT_VALUE
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvgraft.reuse.cost import Costs
+from kvgraft.prefill.costs import Costs
 from kvgraft.segments.store import Chunk, Record
 from kvgraft.vllm.recovery import Job, RecoveryResult
 

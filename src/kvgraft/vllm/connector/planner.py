@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.cost import TOKENS, CostModel
+from kvgraft.reuse.cost import CostModel
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match

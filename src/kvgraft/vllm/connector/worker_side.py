@@ -7,8 +7,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
+from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.library import Library
-from kvgraft.reuse.cost import Costs
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
