@@ -30,7 +30,7 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.reuse.cost import EXACT_VALUE
-from kvgraft.reuse.index import ReuseIndex, wants_similar
+from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
@@ -106,7 +106,7 @@ class Engine:
         match: str | Similarity | None = None,
         residual_layers: Sequence[int] = (),
         continuation: bool = True,
-        max_depth: int = 0,
+        max_depth: int = MAX_DEPTH,
         costs: str | Path | Costs | None = None,
         exact_value: float = EXACT_VALUE,
         require_clean_context: bool = False,

@@ -9,6 +9,7 @@ from kvgraft.methods import require_amount, require_at_least, require_share
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.reuse.cost import EXACT_VALUE
+from kvgraft.reuse.index import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
@@ -50,7 +51,7 @@ class KVGraftSettings:
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
     continuation: bool = True
-    max_depth: int = 0
+    max_depth: int = MAX_DEPTH
     require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
