@@ -84,11 +84,12 @@ class SessionShape:
 
 
 class Corpus:
-    """Documents, of which the first are asked for most."""
+    """What all sessions have in common: how they open, and documents, of which the first are asked for most."""
 
     def __init__(self, shape: SessionShape, words: Sequence[str], seed: object) -> None:
         self._shape, self._words, self._seed = shape, words, seed
         self._weights = list(accumulate(1 / n**shape.zipf for n in range(1, shape.corpus + 1)))
+        self.opening = opening(Random(f"{seed} opening"), shape, words)
 
     def draw(self, rng: Random, seen: Sequence[int]) -> int:
         """The number of a document that is not among those seen."""
@@ -99,6 +100,18 @@ class Corpus:
     def text(self, number: int) -> list[str]:
         """Its words, the same for every session."""
         return document(Random(f"{self._seed} document {number}"), self._shape, self._words)
+
+
+def opening(rng: Random, shape: SessionShape, words: Sequence[str]) -> tuple[Message, list[dict[str, Any]]]:
+    """(system prompt, tools) of an agent."""
+    query = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+    length = max(1, shape.tools_tokens // NUM_TOOLS)
+    described = [(f"tool_{n}", " ".join(rng.choices(words, k=length))) for n in range(NUM_TOOLS)]
+    tools = [
+        {"type": "function", "function": {"name": name, "description": text, "parameters": query}}
+        for name, text in described
+    ]
+    return {"role": "system", "content": " ".join(rng.choices(words, k=shape.system_tokens))}, tools
 
 
 def document(rng: Random, shape: SessionShape, words: Sequence[str]) -> list[str]:
@@ -137,18 +150,14 @@ class SessionAuthor:
         self.kind, self.shape, self.words, self.corpus, self.rng = kind, shape, words, corpus, rng
         self.history: list[Message] = []  # behind the system prompt
         self.seen: dict[int, list[str]] = {}  # documents by number, as the session knows them now
-        self._begin()
-
-    def _begin(self) -> None:
-        self.system: Message = {"role": "system", "content": self._fresh(self.shape.system_tokens)}
-        self.tools = [] if self.kind == "novel" else self._tools()  # their schemas are alike
-        self.history.clear()
+        self.system, self.tools = corpus.opening
 
     def bodies(self) -> Iterator[Body]:
         """All requests, in order."""
         for turn in range(self.shape.turns):
-            if self.kind == "novel" and turn:
-                self._begin()
+            if self.kind == "novel":  # no tools: their schemas are alike
+                self.system, self.tools = opening(self.rng, self.shape, self.words)[0], []
+                self.history.clear()
             self.history.append({"role": "user", "content": self._ask()})
             if self.kind == "reordered" and (old := self._too_old()):
                 yield self._summary_request(old)
@@ -216,15 +225,6 @@ class SessionAuthor:
         instruction: Message = {"role": "system", "content": self._fresh(self.shape.question_tokens * 4)}
         messages = [instruction, {"role": "user", "content": text_of_body({"messages": old})}]
         return {"model": "any", "messages": messages, "max_tokens": self.shape.summary_tokens}
-
-    def _tools(self) -> list[dict[str, Any]]:
-        query = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
-        length = max(1, self.shape.tools_tokens // NUM_TOOLS)
-        described = [(f"tool_{n}", self._fresh(length)) for n in range(NUM_TOOLS)]
-        return [
-            {"type": "function", "function": {"name": name, "description": text, "parameters": query}}
-            for name, text in described
-        ]
 
     def _fresh(self, count: int) -> str:
         return " ".join(self.rng.choices(self.words, k=count))
