@@ -209,9 +209,11 @@ def test_recordings_of_other_forms_are_read(tmp_path: Path):
         {"type": "request", "timestamp_rel_s": 1.0, "body": asked},
         {"type": "request", "timestamp_rel_s": 0.0, "body": None},
     )))  # fmt: skip
-    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "bare"}) + "\n")
+    dated = {"session": "c", "timestamp": "1970-01-01T00:00:05+00:00", "body": {"prompt": "dated"}}
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'prompt': 'bare'})}\n{json.dumps(dated)}\n")
     found, skipped = read_traces([tmp_path], 9)
-    assert [session.name for session in found] == ["a", "b"]
+    assert [session.name for session in found] == ["a", "b", "c"]
+    assert found[2].turns[0].at_s == 5.0
     assert [turn.at_s for turn in found[0].turns] == [1.0, 2.0]
     assert skipped == 2
     assert text_of_body(found[0].turns[0].body) == "user : known words\n\n"
@@ -224,7 +226,10 @@ def test_recordings_of_other_forms_are_read(tmp_path: Path):
     [
         ("{", r"bad.jsonl:1: Expecting"),
         ("[]", r"bad.jsonl:1: a line must be a JSON object, got list"),
-        ('{"timestamp": "noon", "body": {"prompt": "x"}}', "timestamp must be a number of seconds, got 'noon'"),
+        (
+            '{"timestamp": "noon", "body": {"prompt": "x"}}',
+            r"bad.jsonl:1: a timestamp must be seconds, or .*, got 'noon'",
+        ),
         ('{"type": "response"}', "no requests with messages or a prompt in .*bad.jsonl"),
     ],
 )
