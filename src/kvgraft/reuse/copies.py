@@ -67,11 +67,11 @@ class Copies:
 
 
 def is_copied(plan: Plan | None, depths: np.ndarray, max_depth: int) -> np.ndarray:
-    """Which blocks of a prompt nobody needs as a source: those that its plan has grafted as a whole, and those of a
+    """Which blocks of a prompt nobody needs as a source: those that its plan has grafted, be it in part, and those of a
     depth (int [n], of all its blocks) that is too great for one. bool [n]."""
     is_copy: np.ndarray = depths > max_depth
     if plan is not None:
         size = plan.block_size
-        whole = plan.grafted[: plan.num_tokens // size * size].view(-1, size).all(1).numpy()
-        is_copy[: len(whole)] |= whole[: len(is_copy)]
+        grafted = plan.grafted[: plan.num_tokens // size * size].view(-1, size).any(1).numpy()
+        is_copy[: len(grafted)] |= grafted[: len(is_copy)]
     return is_copy
