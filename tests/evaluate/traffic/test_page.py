@@ -68,6 +68,11 @@ def test_what_is_pointed_at_is_told(opened: Page, analysed: Analysed):
     assert "tokens 0 to 655 are new" in opened.evaluate(f"({point})(3)"), "prefix caching alone finds nothing of it"
 
 
+def test_the_page_fits_a_phone(opened: Page):
+    opened.command("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_names_are_never_markup(opened: Page):
     assert opened.evaluate("document.title") == "KVGraft: recorded traffic"
     assert opened.evaluate("document.querySelectorAll('img').length") == 0
