@@ -1,0 +1,118 @@
+"""The command about recorded traffic."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from kvgraft.cli.options import JsonOption, app, console, print_json, progress_console
+from kvgraft.evaluate.progress import progress_bar
+
+if TYPE_CHECKING:
+    from kvgraft.evaluate.traffic.analysis import Analysed
+
+UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
+
+
+@app.command()
+def analyze(
+    trace: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE...", help="Files or directories: OpenAI requests as JSONL, vLLM's log, texts."),
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face directory of the model's tokenizer.", show_default="pieces of words"),
+    ] = None,
+    pool: Annotated[
+        str, typer.Option(help="Tokens that the KV pool holds, by commas: 500K,4M,unlimited.")
+    ] = "unlimited",
+    per_session: Annotated[bool, typer.Option("--per-session", help="Every session has a cache of its own.")] = False,
+    match: Annotated[str, typer.Option(help="exact, or similar: near-duplicates, too.")] = "exact",
+    max_depth: Annotated[int, typer.Option(help="Of what is grafted from: 0 is exact KV only.")] = 0,
+    costs: Annotated[str, typer.Option(help="By which it is decided what to graft: tokens, or a file of them.")] = (
+        "tokens"
+    ),
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Go on without lines that cannot be read.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it, as PNG.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with all requests.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What reuse would give to recorded traffic: tokens by where their KV comes from. No model is needed."""
+    _check_outputs(plot, html)
+    pools = [_parse_pool(part) for part in pool.split(",")]
+    from kvgraft.evaluate.traffic.analysis import analyse
+    from kvgraft.evaluate.traffic.replay import ReplaySettings
+    from kvgraft.evaluate.traffic.tables import render
+    from kvgraft.evaluate.traffic.tokens import open_tokens
+    from kvgraft.evaluate.traffic.trace import read_trace
+    from kvgraft.reuse.cost import find_costs
+    from kvgraft.segments.segmentation import parse_match
+
+    reader = open_tokens(tokenizer)
+    settings = ReplaySettings(
+        block_size,
+        max_depth,
+        find_costs(costs, _refuse_measuring),
+        similarity=parse_match(match),
+        anchors=reader.anchors,
+    )
+    with progress_bar(progress_console, "reading") as on_progress:
+        traced = read_trace(trace, reader, skip_bad_lines=skip_bad_lines, on_progress=on_progress)
+    with progress_bar(progress_console, "replaying") as on_progress:
+        analysed = analyse(
+            traced, settings, pools, per_session=per_session, tokenizer=reader.name, on_progress=on_progress
+        )
+    _write(analysed, html, plot)
+    if as_json:
+        print_json(analysed.analysis)
+        return
+    console.print(render(analysed.analysis))
+    if written := [str(path) for path in (html, plot) if path is not None]:
+        console.print(f"[dim]{', '.join(written)}[/dim]", soft_wrap=True)
+
+
+def _write(analysed: "Analysed", html: Path | None, plot: Path | None) -> None:
+    """The page and the picture, as far as they are wanted."""
+    if html is not None:
+        from kvgraft.evaluate.traffic.page import render_page
+
+        html.write_text(render_page(analysed), encoding="utf-8")
+    if plot is not None:
+        from kvgraft.evaluate.traffic.picture import draw  # matplotlib takes a second to load
+
+        draw(analysed.analysis, plot)
+
+
+def _parse_pool(text: str) -> int | None:
+    """Tokens of a pool; None is without a limit."""
+    text = text.strip()
+    if text == "unlimited":
+        return None
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    try:
+        tokens = round(float(number) * unit)
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens < 1:
+        raise ValueError(f"--pool {text!r}: must be tokens, as 500000, 500K or 4M, or unlimited")
+    return tokens
+
+
+def _check_outputs(plot: Path | None, html: Path | None) -> None:
+    """Refuse, before anything takes time, what could not be written in the end."""
+    for path in (plot, html):
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot {plot}: must end in .png")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'kvgraft[research]'")
+
+
+def _refuse_measuring() -> NoReturn:
+    raise ValueError("--costs measured: no model runs here; give tokens, or a file that a server has measured")

@@ -1,0 +1,59 @@
+"""An analysis as a self-contained HTML page: each request as a bar of where its tokens come from, in order."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from kvgraft import __version__
+from kvgraft.evaluate.traffic.analysis import KVGRAFT, Analysed
+from kvgraft.evaluate.traffic.origins import TokenCounts
+from kvgraft.evaluate.traffic.tables import headline, notes, pool_name
+
+
+def render_page(analysed: Analysed) -> str:
+    """The page, with everything that it needs inside; it names sessions, and holds no text of a prompt."""
+    analysis = analysed.analysis
+    sides = list(analysis.largest.sides)
+    data = {
+        "sides": [{"name": side, **_shares(counts)} for side, counts in analysis.largest.sides.items()],
+        "chosen": sides.index(KVGRAFT),
+        "pools": [
+            {"name": pool_name(pool.tokens), "new": [_shares(pool.sides[side])["new"] for side in sides]}
+            for pool in analysis.pools
+        ],
+        "turns": [
+            {"name": group.name, "requests": group.sides[KVGRAFT].requests, **_shares(group.sides[KVGRAFT])}
+            for group in analysis.turns
+        ],
+        "sessions": _sessions(analysed),
+    }
+    template = files("kvgraft.evaluate.traffic").joinpath("traffic.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True)
+    # inside a script element only these characters could end it or start a comment
+    safe = json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return environment.from_string(template).render(
+        headline=headline(analysis),
+        notes=notes(analysis),
+        version=__version__,
+        data=Markup(safe),  # noqa: S704
+    )
+
+
+def _shares(counts: TokenCounts) -> dict[str, float]:
+    kinds = {
+        "prefix": counts.prefix, "continued": counts.continued, "grafted": sum(counts.grafted),
+        "similar": counts.similar, "new": counts.new,
+    }  # fmt: skip
+    return {name: round(counts.share(tokens), 4) for name, tokens in kinds.items()}
+
+
+def _sessions(analysed: Analysed) -> list[dict[str, Any]]:
+    """Sessions with their requests in order: by side, origins and lengths of the stretches."""
+    sessions: dict[str, list[list[list[list[int]]]]] = {}
+    for request, answers in zip(analysed.requests, analysed.answers, strict=True):
+        stretches = [[one.origins.tolist(), one.lengths.tolist()] for one in answers]
+        sessions.setdefault(request.session, []).append(stretches)
+    return [{"name": name, "requests": requests} for name, requests in sessions.items()]

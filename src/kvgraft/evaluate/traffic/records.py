@@ -1,0 +1,187 @@
+"""What one line of a trace says."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+ALLOWED = (
+    'a line is an OpenAI request body with "messages" or "prompt", bare or under "body", a prompt as a JSON string, '
+    'or, with "type": "response", an answer'
+)
+SESSION_KEYS = ("session", "session_id", "user")
+TIME_KEYS = ("timestamp", "timestamp_utc")
+
+
+class BadLine(ValueError):
+    """A line that is no request, answer or prompt; the message says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat prompt, its messages with plain text for content.
+
+    Attributes:
+        tools: as the request has them.
+        template_options: what else the chat template gets (`chat_template_kwargs` of vLLM).
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[Any, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Conversation | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say."""
+
+    prompt: Prompt
+    session: str | None = None
+    timestamp: float | None = None
+    request_id: str | None = None
+
+
+@dataclass(frozen=True)
+class LoggedAnswer:
+    """The text of an answer: to the request of this id, or to the last one before it."""
+
+    text: str
+    request_id: str | None = None
+
+
+def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
+    """What a line of JSON says: one request, several if its `prompt` is a batch, or an answer if it holds text.
+
+    Raises:
+        BadLine: it says something else.
+    """
+    if isinstance(value, str):
+        return [LoggedRequest(value)]
+    if not isinstance(value, dict):
+        raise BadLine(f"{_short(value)}: {ALLOWED}")
+    kind = value.get("type", "request")
+    if kind not in ("request", "response"):
+        raise BadLine(f'"type" is {_short(kind)}: must be "request" or "response"')
+    body = value.get("body", value)
+    request_id = _text_of(value, ("request_id", "id"))
+    if kind == "response":
+        text = _answer_text(body)
+        return [LoggedAnswer(text, request_id)] if text else []
+    if not isinstance(body, dict):
+        raise BadLine(f'"body" is {_short(body)}: {ALLOWED}')
+    session = _text_of(value, SESSION_KEYS) or _text_of(body, SESSION_KEYS)
+    timestamp = _timestamp(value)
+    return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in _prompts(body)]
+
+
+def _prompts(body: dict[str, Any]) -> list[Prompt]:
+    if ("messages" in body) == ("prompt" in body):
+        what = "both" if "messages" in body else "neither"
+        raise BadLine(f'"messages" and "prompt": the request has {what}; {ALLOWED}')
+    if "messages" in body:
+        return [_conversation(body)]
+    prompt = body["prompt"]
+    if isinstance(prompt, str) or _are_ids(prompt):
+        return [_as_prompt(prompt)]
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) or _are_ids(one) for one in prompt):
+        return [_as_prompt(one) for one in prompt]
+    raise BadLine(f'"prompt" is {_short(prompt)}: must be a string, token ids, or a list of such')
+
+
+def _conversation(body: dict[str, Any]) -> Conversation:
+    messages, tools = body["messages"], body.get("tools") or []
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not messages:
+        raise BadLine(f'"messages" is {_short(messages)}: must be a list of messages')
+    if not isinstance(tools, list):
+        raise BadLine(f'"tools" is {_short(tools)}: must be a list')
+    if not isinstance(options, dict):
+        raise BadLine(f'"chat_template_kwargs" is {_short(options)}: must be an object')
+    return Conversation(tuple(_message(number, one) for number, one in enumerate(messages)), tuple(tools), options)
+
+
+def _message(number: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadLine(f'message {number} is {_short(message)}: must be an object with a "role"')
+    read = {**message, "content": _content(number, message.get("content"))}
+    if message.get("tool_calls"):
+        read["tool_calls"] = [_tool_call(number, call) for call in _listed(number, message["tool_calls"])]
+    return read
+
+
+def _content(number: int, content: object) -> str:
+    """Plain text of a message's content; vLLM puts a line break between text parts, too."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadLine(f"message {number}: content is {_short(content)}: must be text or a list of text parts")
+    return "\n".join(_part(number, part) for part in content)
+
+
+def _part(number: int, part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise BadLine(f"message {number}: a content part of type {_short(kind)}: only text can be reused")
+    return text
+
+
+def _listed(number: int, calls: object) -> list[object]:
+    if not isinstance(calls, list):
+        raise BadLine(f"message {number}: tool_calls is {_short(calls)}: must be a list")
+    return calls
+
+
+def _tool_call(number: int, call: object) -> dict[str, Any]:
+    """The call with its arguments as an object, which is what chat templates expect."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise BadLine(f'message {number}: tool call {_short(call)}: must be an object with a "function"')
+    arguments = call["function"].get("arguments")
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _answer_text(body: object) -> str | None:
+    """The text of the first choice of a response, None if there is none."""
+    choices = body.get("choices") if isinstance(body, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(first, dict):
+        return None
+    message = first.get("message")
+    text = message.get("content") if isinstance(message, dict) else first.get("text")
+    return text if isinstance(text, str) else None
+
+
+def _timestamp(value: dict[str, Any]) -> float | None:
+    found = next((value[key] for key in TIME_KEYS if value.get(key) is not None), None)
+    if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
+        return found
+    try:
+        return datetime.fromisoformat(found).timestamp()
+    except (TypeError, ValueError):
+        raise BadLine(f"timestamp is {_short(found)}: must be seconds, or a date and time of ISO 8601") from None
+
+
+def _text_of(value: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    found = next((value[key] for key in keys if value.get(key) not in (None, "")), None)
+    return None if found is None else str(found)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _as_prompt(value: Any) -> Prompt:
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

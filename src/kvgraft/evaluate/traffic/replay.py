@@ -1,0 +1,156 @@
+"""Requests through the native engine's own admission, with pages that hold nothing."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvgraft.engine.lookup import CacheLookup
+from kvgraft.engine.memory import Memory, logger
+from kvgraft.engine.request import Request
+from kvgraft.engine.sampling import Sampler, SamplingParams
+from kvgraft.engine.sequence_state import SequenceState
+from kvgraft.engine.text import IncrementalText
+from kvgraft.evaluate.traffic.origins import Origin
+from kvgraft.kv.cache import KVCache
+from kvgraft.kv.heads import StreamLayout
+from kvgraft.kv.pages import PagePool
+from kvgraft.methods import require_at_least
+from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft.prefill.policies import parse_policy
+from kvgraft.reuse.cost import EXACT_VALUE, TOKENS, CostModel, Costs
+from kvgraft.reuse.index import ReuseIndex
+from kvgraft.reuse.offer import Offer
+from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.segmentation import Similarity
+
+NAMESPACE = "traffic"
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How the engine is set.
+
+    Attributes:
+        block_size, max_depth, exact_value: see `Engine`.
+        costs: by which it is decided what to graft; None grafts all that is known.
+        similarity: of near-duplicates, which are grafted, too; None finds identical text only.
+        anchors: token sequences that begin a segment, for near-duplicates.
+    """
+
+    block_size: int = 16
+    max_depth: int = 0
+    costs: Costs | None = TOKENS
+    exact_value: float = EXACT_VALUE
+    similarity: Similarity | None = None
+    anchors: Sequence[Sequence[int]] = field(default=())
+
+    def __post_init__(self) -> None:
+        require_at_least("block_size", self.block_size, 1)
+        require_at_least("max_depth", self.max_depth, 0)
+
+
+class Replay:
+    """What an engine with an empty cache would find for one request after another.
+
+    Args:
+        num_pages: of its pool.
+        grafts: False is exact prefix caching alone.
+    """
+
+    def __init__(self, settings: ReplaySettings, num_pages: int, *, grafts: bool) -> None:
+        size = settings.block_size
+        self._policy = parse_policy(DEFAULT_POLICY if grafts else "full")
+        self._similar = grafts and settings.similarity is not None
+        pool, layout = PagePool(num_pages, size), StreamLayout.dense(1, 1)
+        cache = KVCache(layout, 1, size, 1, torch.int8, torch.device("cpu"))  # no page is ever written or read
+        index = ReuseIndex(pool, settings.max_depth, False, settings.similarity, settings.anchors)
+        cost_model = None if settings.costs is None else CostModel(settings.costs, settings.exact_value)
+        lookup = CacheLookup(pool, layout, index, continuation=grafts, cost_model=cost_model)
+        self._memory = Memory(pool, cache, FrozenPool(pool), lookup, chunk=1 << 30)
+        self._scope = scope_digest("", NAMESPACE)
+
+    @property
+    def num_given_up(self) -> int:
+        """Requests whose sources and own pages did not fit into the pool together, so that nothing was grafted."""
+        return self._memory.fallbacks.total()
+
+    def ask(self, tokens: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        """The origin of each token of a prompt int32 [T], int16 [T]; prompt and answer int32 [a] stay in the cache.
+
+        Raises:
+            PoolExhausted: the pool is smaller than the request.
+        """
+        sequence = self._sequence(tokens.tolist(), len(answer))
+        with _without_warnings():
+            self._memory.admit(sequence, idle=True)
+        origins = _origins(sequence)
+        self._memory.unpin_sources(sequence)
+        sequence.tokens += answer.tolist()
+        sequence.num_computed = len(tokens) + max(len(answer) - 1, 0)  # the last token of an answer is never read
+        self._memory.offer(sequence, ended=True)
+        self._memory.release(sequence)
+        return origins
+
+    def _sequence(self, tokens: list[int], num_answer: int) -> SequenceState:
+        sampling = SamplingParams(max_tokens=max(num_answer, 1))
+        request = Request(tokens, self._policy, sampling, NAMESPACE)
+        sequence = SequenceState(
+            0, request, self._policy, list(tokens), Offer(self._scope), Sampler(sampling), IncrementalText(None)
+        )
+        sequence.matches_similar = self._similar
+        return sequence
+
+
+def pages_for(num_tokens: int, block_size: int) -> int:
+    """Pages that so many tokens of one sequence take."""
+    return -(-num_tokens // block_size)
+
+
+def _origins(sequence: SequenceState) -> np.ndarray:
+    """int16 [T] of a sequence that has been admitted."""
+    plan, size, continued = sequence.admitted_plan, sequence.admitted_plan.block_size, sequence.continued
+    origins = np.where(plan.prefix.numpy(), Origin.PREFIX, Origin.NEW).astype(np.int16)
+    steps, held = sequence.offer.steps, range(0)
+    if continued is not None:
+        held = range(continued.first_block * size, continued.stop_block * size)
+        origins[held.start : held.stop] = Origin.CONTINUED
+    matches = np.array(sorted(step for step in steps if step[0] not in held), np.int64).reshape(-1, 2)  # start, depth+1
+    targets = plan.graft_targets.numpy()
+    match = np.searchsorted(matches[:, 0], targets, side="right") - 1  # that each grafted token belongs to
+    kinds = np.where(_holds_block(sequence, match, len(matches)), Origin.GRAFTED + matches[:, 1] - 1, Origin.SIMILAR)
+    origins[targets] = kinds[match]
+    return origins
+
+
+def _holds_block(sequence: SequenceState, match: np.ndarray, num_matches: int) -> np.ndarray:
+    """bool [num_matches]: whether a match covers a whole block of its source. Those that cover none are parts of
+    near-duplicates: identical text is found by its whole blocks.
+
+    Args:
+        match: that each grafted token belongs to, int64 [g].
+    """
+    plan, size = sequence.admitted_plan, sequence.admitted_plan.block_size
+    first = np.searchsorted(match, np.arange(num_matches))  # of its tokens
+    lengths = np.bincount(match, minlength=num_matches)
+    if plan.ends_in_graft[0] and num_matches:
+        lengths[-1] += 1  # the last token of a prompt is computed all the same
+    sources = (plan.graft_targets - plan.graft_shifts).numpy()
+    starts = sources[np.minimum(first, len(sources) - 1)] if len(sources) else np.zeros(num_matches, np.int64)
+    whole: np.ndarray = -(-starts // size) * size + size <= starts + lengths
+    return whole
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What is given up is counted, not told request by request."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,143 @@
+"""Recorded requests as token ids, in the order in which a server gets them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.traffic.files import TraceFile, find_files, read_file
+from kvgraft.evaluate.traffic.records import BadLine, LoggedAnswer, LoggedRequest
+from kvgraft.evaluate.traffic.tokens import TokenReader
+
+NOTHING = np.empty(0, np.int32)
+
+
+@dataclass(eq=False)
+class TracedRequest:
+    """One request.
+
+    Attributes:
+        tokens: of its prompt, int32 [T].
+        segments: where its messages begin, int64 [s], as far as they are known; 0 is the first.
+        answer: tokens of its answer, int32 [a]; none if the trace does not have it.
+        turn: which one of its session it is, from 1.
+    """
+
+    session: str
+    timestamp: float | None
+    tokens: np.ndarray
+    segments: np.ndarray
+    answer: np.ndarray = field(default_factory=NOTHING.copy)
+    turn: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in the order in which they are replayed.
+
+    Attributes:
+        by_time: that of their timestamps; else sessions take turns.
+        bad_lines: why lines were skipped.
+        left_out: files of directories that are of another kind.
+        num_unknown: tokens of prompts that stand for a word that the tokenizer does not know.
+    """
+
+    requests: tuple[TracedRequest, ...]
+    num_files: int
+    by_time: bool
+    bad_lines: tuple[str, ...]
+    left_out: tuple[Path, ...]
+    num_unknown: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(request.tokens) for request in self.requests)
+
+    def by_session(self) -> dict[str, list[TracedRequest]]:
+        """The requests of each session, in order; sessions by their first request."""
+        sessions: dict[str, list[TracedRequest]] = {}
+        for request in self.requests:
+            sessions.setdefault(request.session, []).append(request)
+        return sessions
+
+
+def read_trace(
+    paths: Sequence[Path], reader: TokenReader, *, skip_bad_lines: bool = False, on_progress: OnProgress | None = None
+) -> Trace:
+    """Read files, and directories of files.
+
+    Raises:
+        FileNotFoundError: there is no such file, or none to read in a directory.
+        ValueError: a line cannot be read (unless those are skipped), or there is no request at all.
+    """
+    files, left_out = find_files(paths)
+    requests: list[TracedRequest] = []
+    bad_lines: list[str] = []
+    for number, file in enumerate(files):
+        for place, said in _requests(file, reader):
+            if isinstance(said, TracedRequest):
+                requests.append(said)
+            elif skip_bad_lines:
+                bad_lines.append(f"{place}: {said}")
+            else:
+                raise ValueError(f"{place}: {said} (--skip-bad-lines goes on without such lines)")
+        if on_progress is not None:
+            on_progress(number + 1, len(files))
+    if not requests:
+        raise ValueError(f"no request in {', '.join(map(str, paths))}, {len(bad_lines)} bad lines")
+    by_time = all(request.timestamp is not None for request in requests)
+    ordered = sorted(requests, key=_time) if by_time else list(_taking_turns(requests))
+    turns: Counter[str] = Counter()
+    for request in ordered:
+        turns[request.session] += 1
+        request.turn = turns[request.session]
+    unknown = sum(int((request.tokens == reader.unknown_id).sum()) for request in ordered)
+    return Trace(tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown)
+
+
+def _requests(file: TraceFile, reader: TokenReader) -> Iterator[tuple[str, TracedRequest | BadLine]]:
+    """The requests of a file; each answer is given to its own, which may be out by then."""
+    by_id: dict[str, TracedRequest] = {}
+    last: TracedRequest | None = None
+    for session, (place, said) in read_file(file):
+        if isinstance(said, LoggedRequest):
+            try:
+                last = _tokenised(said, session, reader)
+            except BadLine as error:
+                yield place, error
+                continue
+            by_id[said.request_id or ""] = last
+            yield place, last
+        elif isinstance(said, LoggedAnswer):
+            request = by_id.get(said.request_id) if said.request_id else last
+            if request is not None:
+                request.answer = reader.encode(said.text)
+        else:
+            yield place, said
+
+
+def _tokenised(request: LoggedRequest, session: str, reader: TokenReader) -> TracedRequest:
+    prompt = request.prompt
+    pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        raise BadLine("the prompt has no tokens")
+    starts = np.cumsum([0, *map(len, pieces[:-1])])
+    return TracedRequest(request.session or session, request.timestamp, np.concatenate(pieces), starts)
+
+
+def _time(request: TracedRequest) -> float:
+    return request.timestamp or 0.0
+
+
+def _taking_turns(requests: Sequence[TracedRequest]) -> Iterator[TracedRequest]:
+    """The first request of every session, then the second ones, and so on."""
+    sessions: dict[str, list[TracedRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    for turn in range(max(map(len, sessions.values()))):
+        yield from (of_session[turn] for of_session in sessions.values() if turn < len(of_session))

@@ -1,0 +1,54 @@
+"""Prompts in the log of a vLLM server."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from kvgraft.evaluate.traffic.records import BadLine, LoggedAnswer, LoggedRequest
+
+_QUOTED = r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'|"[^"\\]*+(?:\\.[^"\\]*+)*+\""""
+_REQUEST = re.compile(  # the first form up to vLLM 0.12 or so, the second one since then, of log level DEBUG
+    r"(?:Received request (?P<old>\S+)|Request (?P<id>\S+) details): "
+    rf"prompt: (?P<prompt>None|{_QUOTED}), (?:params: .*?, )?prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
+)
+_ANSWER = re.compile(rf"Generated response (?P<id>\S+)(?: \(streaming complete\))?: output: (?P<text>{_QUOTED})")
+_BARE = re.compile(r"Received request \S+: params: ")
+WITHOUT_PROMPTS = (
+    "this log says that requests came, not what they were: vLLM logs prompts with --enable-log-requests and "
+    "VLLM_LOGGING_LEVEL=DEBUG in its environment"
+)
+
+
+def is_log(text: str) -> bool:
+    """Whether a text has lines about requests as vLLM writes them."""
+    return _REQUEST.search(text) is not None or _BARE.search(text) is not None
+
+
+def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnswer | BadLine]]:
+    """Requests and answers with their line numbers from 1; what else is logged is passed over."""
+    has_prompts, bare = False, 0
+    for number, line in enumerate(lines, 1):
+        if found := _REQUEST.search(line):
+            has_prompts = True
+            yield number, _request(found)
+        elif found := _ANSWER.search(line):
+            yield number, LoggedAnswer(_unquoted(found["text"]), found["id"])
+        elif _BARE.search(line):
+            bare = bare or number
+    if bare and not has_prompts:
+        yield bare, BadLine(WITHOUT_PROMPTS)
+
+
+def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
+    """By its token ids if they were logged, which are those that the model read."""
+    request_id = found["old"] or found["id"]
+    if found["ids"] not in ("None", "[]"):
+        return LoggedRequest(tuple(map(int, found["ids"][1:-1].split(","))), request_id=request_id)
+    if found["prompt"] == "None":
+        return BadLine(f"request {request_id} was logged without prompt and token ids")
+    return LoggedRequest(_unquoted(found["prompt"]), request_id=request_id)
+
+
+def _unquoted(literal: str) -> str:
+    text: str = ast.literal_eval(literal)  # of a literal that the pattern has found to be one string
+    return text
