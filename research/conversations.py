@@ -48,12 +48,12 @@ FACTS = Facts(needle=24, variable=48, hop=24)
 SEED = 3000
 DEEP = 99  # a depth that nothing reaches
 CONDITIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "depth 0": ("transitive", {"continuation": True}),
+    "depth 0": ("transitive", {"continuation": True, "max_depth": 0}),
     "depth 1": ("transitive", {"continuation": True, "max_depth": 1}),
     "depth 2": ("transitive", {"continuation": True, "max_depth": 2}),
     "depth 4": ("transitive", {"continuation": True, "max_depth": 4}),
     "any depth": ("transitive", {"continuation": True, "max_depth": DEEP}),
-    "any depth, grafted anew": ("transitive", {"max_depth": DEEP}),
+    "any depth, grafted anew": ("transitive", {"continuation": False, "max_depth": DEEP}),
     "any depth, naive": ("naive", {"continuation": True, "max_depth": DEEP}),
 }
 

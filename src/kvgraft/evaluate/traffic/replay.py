@@ -20,9 +20,10 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.pages import PagePool
 from kvgraft.methods import require_at_least
 from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.cost import EXACT_VALUE, TOKENS, CostModel, Costs
-from kvgraft.reuse.index import ReuseIndex
+from kvgraft.reuse.cost import EXACT_VALUE, CostModel
+from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.keys import scope_digest
@@ -43,7 +44,7 @@ class ReplaySettings:
     """
 
     block_size: int = 16
-    max_depth: int = 0
+    max_depth: int = MAX_DEPTH
     costs: Costs | None = TOKENS
     exact_value: float = EXACT_VALUE
     similarity: Similarity | None = None
@@ -71,7 +72,7 @@ class Replay:
         index = ReuseIndex(pool, settings.max_depth, False, settings.similarity, settings.anchors)
         cost_model = None if settings.costs is None else CostModel(settings.costs, settings.exact_value)
         lookup = CacheLookup(pool, layout, index, continuation=grafts, cost_model=cost_model)
-        self._memory = Memory(pool, cache, FrozenPool(pool), lookup, chunk=1 << 30)
+        self._memory = Memory(pool, cache, FrozenPool(pool), lookup, max_prefill_tokens=1 << 30)
         self._scope = scope_digest("", NAMESPACE)
 
     @property
