@@ -101,6 +101,7 @@ class Block:
     tokens: np.ndarray
     source: int
     source_start: int
+    scope: bytes = SCOPE
 
 
 def register_with(num_blocks: int) -> Register:
@@ -142,6 +143,14 @@ def test_what_came_back_is_found_again_unless_it_is_known_often_enough():
             block.source = source
         found = register_restored(index, blocks, index.pool.allocate(3))
     assert found == [False] * 3
+
+
+def test_what_came_back_together_stays_apart_by_scope():
+    index = ReuseIndex(PagePool(64, SIZE))
+    blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE, OTHER if at else SCOPE) for at in range(3)]
+    assert register_restored(index, blocks, index.pool.allocate(3)) == [True] * 3
+    assert known(index) == [(0, SIZE, 0)]
+    assert known(index, OTHER) == [(SIZE, 2 * SIZE, 0)]
 
 
 @pytest.mark.parametrize(

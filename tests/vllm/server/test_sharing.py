@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from running import ADMIN, ALICE, BOB, RunningServer
-from test_server import QUESTION, ROUTES, complete, elsewhere, make_read, report_of
+from test_server import QUESTION, ROUTES, complete, elsewhere, make_read, report_of, reused
 
 from kvgraft.vllm.granted import GRANTED
 from kvgraft.vllm.server.arguments import parse
@@ -80,9 +80,9 @@ def test_every_answer_of_a_request_finds_shared_text(server: RunningServer, admi
     prompts = [elsewhere(share(admin, texts, namespace)) for namespace in ("wiki", "law")]
     ask: dict[str, Any] = {"model": "bundled", "prompt": prompts, "max_tokens": 1, "n": 2, "temperature": 1}
     for key, least, most in ((BOB, 500, 700), (ALICE, 1000, 1400)):
-        before = server.status(key)["totals"]["tokens"]["grafted"]
+        before = reused(server, key)
         server.openai(key).completions.create(**ask, extra_body={"kv_transfer_params": {"kvgraft": {}}})
-        assert least <= server.status(key)["totals"]["tokens"]["grafted"] - before <= most
+        assert least <= reused(server, key) - before <= most
 
 
 def test_a_request_may_do_without_what_is_granted(server: RunningServer, admin: httpx.Client, texts: Any):
