@@ -87,14 +87,30 @@ class Client:
         extra: Mapping[str, Any] | None = None,
         on_token: Callable[[float], object] = lambda _: None,
     ) -> Outcome:
-        """Stream one request; an API error becomes an Outcome that names it. `on_token` gets the time of each token."""
+        """Stream one request; see `send`."""
+        if self.chat:
+            messages = [{"role": m.role, "content": text_of(m.pieces, answers)} for m in ask.messages]
+            return await self.send(ask.kind, {"messages": messages}, ask.max_tokens, extra, on_token)
+        prompt = text_of([piece for message in ask.messages for piece in message.pieces], answers)
+        return await self.send(ask.kind, {"prompt": prompt}, ask.max_tokens, extra, on_token)
+
+    async def send(
+        self,
+        kind: str,
+        asked: Mapping[str, Any],
+        max_tokens: int,
+        extra: Mapping[str, Any] | None = None,
+        on_token: Callable[[float], object] = lambda _: None,
+    ) -> Outcome:
+        """Stream one request, of `messages` to /chat/completions or of a `prompt` to /completions; an API error becomes
+        an Outcome that names it. `on_token` gets the time of each token."""
         start = time.perf_counter()
         times: list[float] = []
         texts: list[str] = []
         last: Any = None
         error = None
         try:
-            stream = await self._open(ask, answers, {**self.extra, **(extra or {})})
+            stream = await self._open(asked, max_tokens, {**self.extra, **(extra or {})})
             async with stream:
                 async for chunk in stream:
                     if chunk.choices and not _announces(chunk.choices[0]):
@@ -107,22 +123,19 @@ class Client:
         end = time.perf_counter()
         gaps = tuple(b - a for a, b in pairwise(times))
         first = times[0] if times else None
-        return Outcome(ask.kind, start, first, end, gaps, *_usage(last), text="".join(texts), error=error)
+        return Outcome(kind, start, first, end, gaps, *_usage(last), text="".join(texts), error=error)
 
-    async def _open(self, ask: Ask, answers: Callable[[Ask], str], extra: dict[str, Any]) -> Any:
+    async def _open(self, asked: Mapping[str, Any], max_tokens: int, extra: dict[str, Any]) -> Any:
         common: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": ask.max_tokens,
+            "max_tokens": max_tokens,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
             "extra_body": extra,
         }
-        if self.chat:
-            messages: Any = [{"role": m.role, "content": text_of(m.pieces, answers)} for m in ask.messages]
-            return await self._api.chat.completions.create(messages=messages, **common)
-        prompt = text_of([piece for message in ask.messages for piece in message.pieces], answers)
-        return await self._api.completions.create(prompt=prompt, **common)
+        completions: Any = self._api.chat.completions if "messages" in asked else self._api.completions
+        return await completions.create(**asked, **common)
 
 
 async def drive(

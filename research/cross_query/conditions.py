@@ -57,7 +57,7 @@ class Condition:
     def open(self, model: Path, **settings: Any) -> Engine:
         """An engine that has read nothing; settings are those that all conditions share (dtype, num_pages, ...)."""
         return Engine(
-            model, policy=self.policy, match=self.match, max_depth=self.max_depth, anchors=ANCHORS,
+            model, policy=self.policy, match=self.match, max_depth=self.max_depth, anchors=ANCHORS, continuation=False,
             store=StoreOptions(int8=self.int8) if self.store else None, **settings,
         )  # fmt: skip
 

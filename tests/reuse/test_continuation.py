@@ -114,11 +114,11 @@ def test_who_comes_second_with_the_same_text_leaves_nothing(known: Continuations
 
 def test_exact_blocks_are_not_given_up_for_a_few_tokens(known: Continuations, cached: set[str]):
     leave(known, cached, "abcdef", 1, "BCDEF")
-    assert known.find(WAY, chains(*"abcdef"), num_exact=4, least=3) is None
-    found = known.find(WAY, chains(*"abcdef"), num_exact=3, least=3)
+    assert known.find(WAY, chains(*"abcdef"), num_exact=4, exact_value=1.0) is None
+    found = known.find(WAY, chains(*"abcdef"), num_exact=3, exact_value=1.0)
     assert found is not None
     assert found.stop_block == 6
-    behind = known.find(WAY, chains(*"abcdef"), num_exact=1, least=9)
+    behind = known.find(WAY, chains(*"abcdef"), num_exact=1, exact_value=1.0)
     assert behind is not None, "nothing exact is given up for it"
 
 

@@ -67,7 +67,7 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
     if with_kvgraft:
         from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
-        settings |= {"worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config(continuation=True)}
+        settings |= {"worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config(costs="tokens")}
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,

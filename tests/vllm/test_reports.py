@@ -98,7 +98,7 @@ REASONS: list[tuple[list[int], Any, str]] = [
     (words(200, 4), NAIVE, "no_known_text"),
     (words(20, 3), NAIVE, "no_known_text"),
     (words(20, 5) + DOCUMENT[:40] + words(20, 6), NAIVE, "too_little_known"),
-    (words(900, 7) + DOCUMENT[:80], NAIVE, "too_little_known"),
+    (words(9, 7) + DOCUMENT[:80] + words(900, 7), NAIVE, "too_little_known"),
     (words(20, 3) + DOCUMENT, {"policy": "full"}, "policy_full"),
     (words(20, 3) + DOCUMENT, {"policy": "nothing"}, "invalid_params"),
     (words(20, 3) + DOCUMENT, {"more": 1}, "invalid_params"),

@@ -17,13 +17,13 @@ def test_nothing_given_is_the_default():
 def test_what_is_given_is_taken():
     said = {
         "policy": "sparsex:boundary_layers=2,recompute_share=0.3",
-        "continuation": True,
+        "continuation": False,
         "max_depth": 2,
         "require_clean_context": True,
         "watermark": 1,
         "frozen_capacity": 0.25,
-        "min_graft_tokens": 1,
-        "min_graft_share": 0,
+        "costs": "tokens",
+        "exact_value": 0,
         "document_gib": 0.5,
     }
     assert KVGraftSettings.parse(said) == KVGraftSettings(**said)
@@ -46,9 +46,9 @@ def test_what_is_given_is_taken():
         ({"watermark": True}, "watermark must be a share"),
         ({"frozen_capacity": -0.1}, "frozen_capacity must be a share"),
         ({"frozen_capacity": float("nan")}, "frozen_capacity must be a share"),
-        ({"min_graft_share": 2}, "min_graft_share must be a share from 0 to 1, got 2"),
-        ({"min_graft_tokens": 0}, "min_graft_tokens must be an integer of at least 1, got 0"),
-        ({"min_graft_tokens": 1.0}, "min_graft_tokens must be an integer of at least 1, got 1.0"),
+        ({"exact_value": 2}, "exact_value must be a share from 0 to 1, got 2"),
+        ({"costs": 1.0}, "costs must be measured, tokens or a file, got 1.0"),
+        ({"min_graft_tokens": 64}, "it is called exact_value"),
         ({"document_gib": -1}, "document_gib must be a number of at least 0, got -1"),
         ({"document_gib": float("nan")}, "document_gib must be a number of at least 0, got nan"),
         ({"document_gib": "much"}, "document_gib must be a number of at least 0, got 'much'"),

@@ -116,7 +116,6 @@ def test_only_who_reads_the_same_goes_on_with_what_was_left(
     answer = ask(host, PROMPT + words(40, 7), salt=salt, shared=shared)
     assert answer.report["prefix_tokens"] == 0
     assert (answer.report["continued_tokens"] > 250) == goes_on
-    assert answer.grafted == (288 if (salt, shared) == ("b", ("wiki",)) else 0)
 
 
 def forged(what: str, salt: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kvgraft.decode.flow import Flow
+from kvgraft.engine.costs import make_cost_model
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.lookup import CacheLookup
@@ -24,10 +25,12 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount, require_at_least
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.reuse.index import ReuseIndex, wants_similar
+from kvgraft.reuse.cost import EXACT_VALUE
+from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
@@ -61,9 +64,12 @@ class Engine:
             the policies want.
         residual_layers: layers of which the residual stream that enters them is kept beside keys and
             values, beside those that the policies need.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all, without a
-            recovery for what is asked now.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
+            exact in it is recovered where it is, as far as the policy sees fit.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those that
+            `Costs.save` has written; None grafts all that is known.
+        exact_value: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
@@ -99,8 +105,10 @@ class Engine:
         head_paging: bool = False,
         match: str | Similarity | None = None,
         residual_layers: Sequence[int] = (),
-        continuation: bool = False,
-        max_depth: int = 0,
+        continuation: bool = True,
+        max_depth: int = MAX_DEPTH,
+        costs: str | Path | Costs | None = None,
+        exact_value: float = EXACT_VALUE,
         require_clean_context: bool = False,
         anchors: Sequence[str] = (),
         pad_segments: bool = False,
@@ -116,27 +124,25 @@ class Engine:
         require_at_least("max_depth", max_depth, 0)
         require_amount("document_gib", document_gib)
         self.policy = parse_policy(policy)
-        self.decoder = load_decoder(model_dir, dtype, device)
-        self.tokenizer = load_tokenizer(model_dir)
+        self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
-        self.max_length = max_length or config.max_position
-        if not 1 < self.max_length <= config.max_position:
-            raise ValueError(f"max_length {max_length} is not in 2..{config.max_position}, the positions of this model")
+        self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
         self.head_map = load_head_map(head_map, Path(model_dir), config)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
-        served = self.policy, *map(parse_policy, policies)
+        served = [self.policy, *map(parse_policy, policies)]
         needed, similarity = needs(served, residual_layers, match, config.num_layers)
         pool, cache = make_pool(
             self.decoder, layout, block_size, num_pages, kv_gib, self.max_length, needed, poison=poison_dropped_pages
         )
         self.frozen = FrozenPool(pool, watermark, frozen_capacity)
-        chunk = -(-max_prefill_tokens // block_size) * block_size
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
-        self.memory = Memory(pool, cache, self.frozen, CacheLookup(pool, layout, self.index, continuation), chunk, tier)
+        cost_model = make_cost_model(costs, exact_value, self.decoder, cache, self.max_length)
+        lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
+        self.memory = Memory(pool, cache, self.frozen, lookup, max_prefill_tokens, tier)
         stable = load_stable_layers(stable_layers, Path(model_dir), config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
@@ -305,3 +311,11 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
+
+
+def _length(given: int | None, most: int) -> int:
+    """Positions of the longest sequence; ValueError if the model does not have as many."""
+    length = given or most
+    if not 1 < length <= most:
+        raise ValueError(f"max_length {given} is not in 2..{most}, the positions of this model")
+    return length

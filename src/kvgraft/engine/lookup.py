@@ -1,7 +1,7 @@
 """What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still hold of both."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continuations, Continued
 from kvgraft.reuse.copies import Copies, is_copied
+from kvgraft.reuse.cost import CostModel, Estimate
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.matches import Match
@@ -29,12 +30,14 @@ class Reuse:
     Attributes:
         hits: block -> page of the first list, exact or `continued`.
         matches: what is grafted.
+        estimate: by which that was decided, if it was.
         copied: hit blocks whose local pages are copied: those that local heads see.
         continued: hits that are not exact, and that the prompt goes on with as they stand.
     """
 
     hits: dict[int, int]
     matches: list[Match]
+    estimate: Estimate | None
     copied: list[int]
     continued: Continued[bytes] | None = None
 
@@ -45,13 +48,23 @@ class CacheLookup:
     Args:
         index: what can be grafted.
         continuation: whether prompts go on with approximate blocks of earlier ones.
+        cost_model: decides what is grafted; None: all that can be.
     """
 
-    def __init__(self, pool: PagePool, layout: StreamLayout, index: ReuseIndex, continuation: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        layout: StreamLayout,
+        index: ReuseIndex,
+        *,
+        continuation: bool = True,
+        cost_model: CostModel | None = None,
+    ) -> None:
         self.pool = pool
         self.layout = layout
         self.index = index
         self.continuation = continuation
+        self.cost_model = cost_model
         self.local_pages = LocalPages(pool, layout.num_local_lists)
         self.continuations = Continuations[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
         self.copies = Copies(pool)
@@ -62,11 +75,14 @@ class CacheLookup:
         known = self._exact_hits(chains)
         if not self.layout.num_local_lists:
             continued = self._continue(sequence, chains, known) if grafts and self.continuation else None
-            return Reuse(known, self._matches(sequence, known) if grafts else [], [], continued)
+            if not grafts:
+                return Reuse(known, [], None, [])
+            return Reuse(known, *self._matches(sequence, known, approximate=continued is not None), [], continued)
         complete = self.local_pages.complete(known.values())
         whole = {block: page for (block, page), held in zip(known.items(), complete, strict=True) if held}
-        if matches := self._matches(sequence, whole) if grafts else []:
-            return Reuse(whole, matches, list(whole))
+        matches, estimate = self._matches(sequence, whole) if grafts else ([], None)
+        if matches:
+            return Reuse(whole, matches, estimate, list(whole))
         layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
         computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
         for block in range(computed - 1, -1, -1):
@@ -76,7 +92,7 @@ class CacheLookup:
             else:
                 hits[block] = known[block]
                 copied += [block] if seen else []
-        return Reuse(dict(reversed(hits.items())), [], copied)
+        return Reuse(dict(reversed(hits.items())), [], estimate, copied)
 
     def offer(self, sequence: SequenceState) -> None:
         """Let others find the full blocks that the sequence has computed since the last offer.
@@ -113,6 +129,13 @@ class CacheLookup:
         """Give up copies that take the place of what is wanted more."""
         self.copies.learn(self.continuations.take_lost(), self.index.take_lost())
         self.copies.trim()
+
+    def learn(self, sequence: SequenceState, num_computed: float) -> None:
+        """A pass over a sequence has computed as much as so many tokens in all layers."""
+        plan = sequence.admitted_plan
+        if self.cost_model is not None:
+            num_recovered = num_computed - int(plan.fresh.sum())
+            self.cost_model.learn(str(sequence.policy), num_recovered, int(plan.grafted.sum()))
 
     def source_slots(self, plan: Plan) -> Tensor:
         """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
@@ -154,7 +177,8 @@ class CacheLookup:
     def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
         """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
         num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
-        continued = self.continuations.find(sequence.recovery_key, chains, num_exact)
+        exact_value = self.cost_model.exact_value if self.cost_model else 0.0
+        continued = self.continuations.find(sequence.recovery_key, chains, num_exact, exact_value)
         if continued is not None:
             pages = (self.pool.lookup(key) for key in continued.keys)
             hits.update((block, page) for block, page in enumerate(pages, continued.first_block) if page is not None)
@@ -171,16 +195,20 @@ class CacheLookup:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
         self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist())
 
-    def _matches(self, sequence: SequenceState, hit_blocks: Iterable[int]) -> list[Match]:
+    def _matches(
+        self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False
+    ) -> tuple[list[Match], Estimate | None]:
+        """What is to be grafted, and by which estimate that was decided."""
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
         scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
         matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar)
-        if not (sequence.policy.grafts_local_heads and self.layout.num_local_lists):
-            return matches
-        return [
-            part
-            for match in matches
-            for part in match.where(self.local_pages.complete(match.pages), self.pool.block_size)
-        ]
+        if sequence.policy.grafts_local_heads and self.layout.num_local_lists:
+            usable = [self.local_pages.complete(match.pages) for match in matches]
+            parts = (m.where(held, self.pool.block_size) for m, held in zip(matches, usable, strict=True))
+            matches = [part for found in parts for part in found]
+        if self.cost_model is None or not matches:
+            return matches, None
+        num_known, policy = len(hit_blocks) * self.pool.block_size, str(sequence.policy)
+        return self.cost_model.choose(matches, sequence.num_prompt, num_known, policy, approximate=approximate)

@@ -16,14 +16,14 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
-NOTHING = Reuse({}, [], [])
+NOTHING = Reuse({}, [], None, [])
 
 
 class Memory:
     """Who holds which pages.
 
     Args:
-        chunk: tokens of a prompt that are computed at a time, if nothing is grafted.
+        max_prefill_tokens: of a prompt that are computed at a time, if nothing is grafted; rounded up to whole pages.
         store: where content lies that left the pool.
     """
 
@@ -33,13 +33,13 @@ class Memory:
         cache: KVCache,
         frozen: FrozenPool,
         lookup: CacheLookup,
-        chunk: int,
+        max_prefill_tokens: int,
         store: StoreTier | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.frozen = frozen
-        self.chunk = chunk
+        self.chunk = -(-max_prefill_tokens // pool.block_size) * pool.block_size
         self.lookup = lookup
         self.store = store
         self.fallbacks: Counter[str] = Counter()
@@ -144,8 +144,8 @@ class Memory:
     def abandon(self, sequence: SequenceState) -> None:
         """`release`, when its recovery has failed half way: nobody finds the pages that it has rewritten in place."""
         plan, size = sequence.admitted_plan, self.pool.block_size
-        in_place = (plan.grafted & ~plan.copied)[: plan.num_tokens // size * size].view(-1, size).all(1)
-        pages = sequence.pages.pages[0, : len(in_place)][in_place.numpy()].tolist()
+        in_place = plan.in_place[::size].numpy()
+        pages = sequence.pages.pages[0, : len(in_place)][in_place].tolist()
         self.release(sequence)
         self.pool.forget(pages)
 
@@ -205,6 +205,8 @@ class Memory:
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
         sequence.rest_on(reuse.continued, reuse.matches, size)
+        if reuse.estimate is not None:
+            sequence.decide(reuse.estimate, grafts=bool(reuse.matches))
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
             sequence.offer.rest_on((span.start, 1) for span in sequence.documents)

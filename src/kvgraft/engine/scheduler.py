@@ -227,6 +227,7 @@ class Scheduler:
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
+            self.memory.lookup.learn(sequence, int(ctx.computed[i]) / ctx.num_layers)
             report.ffn_flops += int(ctx.ffn_flops[i])
             report.flops += int(ctx.attention_flops[i] + ctx.ffn_flops[i])
             report.counts.update(ctx.counts[i])

@@ -18,6 +18,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continued
+from kvgraft.reuse.cost import Estimate
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.matches import Match
 
@@ -124,11 +125,18 @@ class SequenceState:
         self.offer.rest_on((match.start, match.depth + 1) for match in matches)
         self.offer.rest_on(continued.steps(block_size) if continued else ())
 
+    def decide(self, estimate: Estimate, *, grafts: bool) -> None:
+        """Note by which estimate it was decided whether to graft what is known."""
+        self.report.estimated_full_s, self.report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
+        if not grafts:
+            self.given_up = "too_little_known"
+
     def set_plan(self, plan: Plan) -> None:
         """Take a plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
-        report.fresh_tokens, report.grafted_tokens = int(plan.fresh.sum()), int(plan.copied.sum())
+        report.fresh_tokens = int(plan.fresh.sum())
+        report.grafted_tokens = int((plan.grafted & ~plan.in_place).sum())
         report.continued_tokens, report.depth = continued, self.offer.depth
         report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))

@@ -188,7 +188,7 @@ def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> I
         from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
 
         flags = ("--dtype", dtype) if dtype else ()
-        with serving(str(model), *flags) as server:
+        with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:  # whatever takes how long here
             yield HttpHost(server.url)
     elif where.startswith(("http://", "https://")):
         yield HttpHost(where)

@@ -63,7 +63,7 @@ def _view(outcome: Outcome, record: Record) -> dict[str, Any]:
     if record.plan is None:
         raise ValueError("nothing was recorded")
     again = record.computed[-1] & record.plan.grafted
-    letters = {Kind.PREFIX: "p", Kind.GRAFTED: "g", Kind.FRESH: "f"}
+    letters = {Kind.PREFIX: "p", Kind.GRAFTED: "g", Kind.IN_PLACE: "g", Kind.FRESH: "f"}
     kinds = [letters[Kind(int(kind))] for kind in record.plan.kinds]
     scores = {
         str(layer): [round(float(score), 3) for score in scores / max(1e-9, float(scores.max()))]

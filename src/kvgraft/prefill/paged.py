@@ -101,7 +101,7 @@ class PagedPrefill(PrefillContext):
 
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Source slots, target slots [..., g] and shifts of the tokens to copy, int64 [g] on the cache's device."""
-        target = self._slots_of(self.plan.copied)
+        target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         return self.plan.graft_sources.to(target.device), target, self.plan.graft_shifts.to(target.device)
 
     def _stage(self, hidden: Hidden) -> str:

@@ -22,7 +22,8 @@ class Kind(IntEnum):
 
     FRESH = 0  # computed
     PREFIX = 1  # exact hit: the page of another request, shared
-    GRAFTED = 2  # approximate: copied from another position and aligned, or left in place by an earlier prompt
+    GRAFTED = 2  # copied from another position and aligned
+    IN_PLACE = 3  # left by an earlier prompt, approximate, in blocks that nobody else reads
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Plan:
         kinds: uint8 [T], values of `Kind`.
         lengths: tokens of each prompt; they sum to T.
         block_size: tokens in a block, the unit of `overflow`.
-        graft_targets: int64 [g], positions in 0..T of the grafted tokens that are copied, ascending.
+        graft_targets: int64 [g], positions in 0..T of the tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
         ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
@@ -78,7 +79,7 @@ class Plan:
         for block in prefix_blocks:
             kinds[block * block_size : (block + 1) * block_size] = Kind.PREFIX
         for block in in_place:
-            kinds[block * block_size : (block + 1) * block_size] = Kind.GRAFTED
+            kinds[block * block_size : (block + 1) * block_size] = Kind.IN_PLACE
         for match in matches:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
@@ -144,13 +145,13 @@ class Plan:
 
     @cached_property
     def grafted(self) -> Tensor:
-        """bool [T]: tokens with aligned, approximate KV, which a policy may recompute."""
-        return self.kinds == Kind.GRAFTED
+        """bool [T]: tokens with approximate KV, aligned or in place, which a policy may recompute."""
+        return self.kinds >= Kind.GRAFTED
 
     @cached_property
-    def copied(self) -> Tensor:
-        """bool [T]: the grafted tokens that are copied."""
-        return self._at(self.graft_targets)
+    def in_place(self) -> Tensor:
+        """bool [T]: those of them that an earlier prompt has left in place."""
+        return self.kinds == Kind.IN_PLACE
 
     @cached_property
     def fresh(self) -> Tensor:
@@ -225,7 +226,7 @@ class Plan:
     def top_share(self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0) -> Tensor:
         """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T], where those
         that are grafted in place count for so much each."""
-        weights = torch.where(self.grafted & ~self.copied, in_place, 1.0).double() * among
+        weights = torch.where(self.in_place, in_place, 1.0).double() * among
         counts = [int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts]
         return self._top(scores, counts, among)
 

@@ -39,7 +39,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 }
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
-    "too_little_known": "too few of its tokens are known to make what follows them approximate",
+    "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
 }
 REASONS = FALLBACKS | REFUSALS | MISSES
 
@@ -56,6 +56,8 @@ class PrefillReport:
         fresh_tokens: held by no cache.
         depth: how far from exact what its answer rests on is: 0, or d + 1 with grafts of depth d.
         computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
+        estimated_full_s, estimated_reuse_s: seconds of its prefill behind what is there already, without grafts and
+            with them, by which it was decided to graft (tokens where costs are not measured); None where nothing was.
         stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
             prompts its share, by the (token, layer) pairs computed.
         outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one of REASONS, or None.
@@ -70,6 +72,8 @@ class PrefillReport:
     fresh_tokens: int = 0
     depth: int = 0
     computed_share: float = 0.0
+    estimated_full_s: float | None = None
+    estimated_reuse_s: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
     outcome: str = ""
     reason: str | None = None

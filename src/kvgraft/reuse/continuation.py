@@ -83,18 +83,20 @@ class Continuations(Generic[K]):
             self._blocks = {place: block for place, block in self._blocks.items() if self._is_cached(block[0])}
         return len(keys)
 
-    def find(self, root: Hashable, chains: Sequence[bytes], num_exact: int, least: int = 1) -> Continued[K] | None:
+    def find(
+        self, root: Hashable, chains: Sequence[bytes], num_exact: int, exact_value: float = 0.0
+    ) -> Continued[K] | None:
         """The blocks that reach furthest behind a prompt's num_exact exact ones, or None if there are none.
 
         Args:
             root, chains: as those of `add`, of the blocks that the prompt may take.
-            least: blocks that must be won where exact ones are given up for it.
+            exact_value: blocks that must be won for each exact one that is given up, see `CostModel`.
         """
         best: Continued[K] | None = None
         for first in range(min(num_exact, len(chains) - 1), -1, -1):
             path = list(self._follow(root, chains[first:])) if (root, chains[first]) in self._blocks else []
-            least_stop = num_exact + (least if first < num_exact else 1)
-            if first + len(path) >= max(least_stop, best.stop_block + 1 if best else 0):
+            least_stop = num_exact + max(1.0, exact_value * (num_exact - first))
+            if path and first + len(path) >= max(least_stop, best.stop_block + 1 if best else 0):
                 keys, depths = zip(*path, strict=True)
                 best = Continued(first, keys, depths)
         return best

@@ -10,6 +10,8 @@ from kvgraft.segments.matches import Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 
+MAX_DEPTH = 2  # docs/results/conversations.md
+
 
 class ReuseIndex:
     """Finds known text for prompts, and registers what requests have computed.
@@ -23,7 +25,7 @@ class ReuseIndex:
     def __init__(
         self,
         pool: Pages,
-        max_depth: int = 0,
+        max_depth: int = MAX_DEPTH,
         require_clean_context: bool = False,
         similarity: Similarity | None = None,
         anchors: Iterable[Sequence[int]] = (),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Hidden, Reduction
+from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.model import ModelHost
@@ -153,3 +154,16 @@ def _runs(prompts: np.ndarray, positions: np.ndarray) -> list[tuple[int, int, in
     cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(prompts) != 0)) + 1
     edges = [0, *cuts.tolist(), len(positions)]
     return [(int(prompts[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairwise(edges) if a < b]
+
+
+@torch.inference_mode()
+def measure_costs(host: ModelHost, max_length: int) -> Costs:
+    """Measured in the first blocks of vLLM's cache, which must be empty, on prompts of max_length tokens at most."""
+    blocks = np.arange(1, host.num_blocks)  # block 0 is nobody's
+
+    def context(plan: Plan) -> VllmPrefill:
+        tokens = torch.zeros(plan.num_tokens, dtype=torch.int64)
+        return VllmPrefill(host, plan, tokens, [blocks[: -(-plan.num_tokens // plan.block_size)]])
+
+    length, on_gpu = min(max_length, len(blocks) * host.block_size), host.device.type == "cuda"
+    return calibrate(context, host.num_layers, host.block_size, length, on_gpu=on_gpu)

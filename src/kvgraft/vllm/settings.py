@@ -2,15 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from kvgraft.methods import require_amount, require_at_least, require_share
+from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.reuse.cost import EXACT_VALUE
+from kvgraft.reuse.index import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions, served_policy
 
-RENAMED = {"exits": "residual_layers", "approximate_sources": "max_depth"}  # settings by the names that they had
+RENAMED = {  # settings by the names that they had
+    "exits": "residual_layers", "approximate_sources": "max_depth", "min_graft_tokens": "exact_value",
+    "min_graft_share": "exact_value",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class KVGraftSettings:
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all, without a
-            recovery for what is asked now.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
+            exact in it is recovered where it is, as far as the policy sees fit.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
@@ -33,8 +40,9 @@ class KVGraftSettings:
         store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
         store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0 and no store_dir: no store.
         store_disk_gib, store_quota, store_int8: of the store, see `StoreOptions`.
-        min_graft_tokens, min_graft_share: grafts below either (of the tokens that vLLM has no exact hit for) are not
-            worth making the rest of the prompt approximate.
+        costs: by which it is decided what to graft: `measured` when the server starts, `tokens`, or a file of them.
+        exact_value: what it is worth that KV is exact, as a share of what computing it costs: 0 grafts whatever makes
+            the first token come sooner.
         document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
             part of them.
     """
@@ -42,8 +50,8 @@ class KVGraftSettings:
     policy: str = DEFAULT_POLICY
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
-    continuation: bool = False
-    max_depth: int = 0
+    continuation: bool = True
+    max_depth: int = MAX_DEPTH
     require_clean_context: bool = False
     watermark: float = 0.9
     frozen_capacity: float = 0.5
@@ -53,8 +61,8 @@ class KVGraftSettings:
     store_disk_gib: float = 16.0
     store_quota: float = 1.0
     store_int8: bool = False
-    min_graft_tokens: int = 64
-    min_graft_share: float = 0.1
+    costs: str = MEASURED
+    exact_value: float = EXACT_VALUE
     document_gib: float = 2.0
 
     @property
@@ -74,6 +82,11 @@ class KVGraftSettings:
             return None
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
         return StoreOptions(self.store_dir, *sizes, self.store_int8)
+
+    @cached_property
+    def given_costs(self) -> Costs | None:
+        """What things cost; None if that is to be measured. FileNotFoundError or ValueError if a file has none."""
+        return None if self.costs == MEASURED else find_costs(self.costs, Costs)
 
     def kept_residual_layers(self, num_layers: int) -> set[int]:
         """`residual_layers`, and what the policy needs."""
@@ -104,7 +117,7 @@ class KVGraftSettings:
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
         for layer in settings.residual_layers:
             require_at_least("residual_layers", layer, 0)
-        for name in ("watermark", "frozen_capacity", "min_graft_share"):
+        for name in ("watermark", "frozen_capacity", "exact_value"):
             require_share(name, getattr(settings, name))
         if settings.frozen_quota is not None:
             require_share("frozen_quota", settings.frozen_quota)
@@ -116,7 +129,9 @@ class KVGraftSettings:
             raise ValueError(f"store_dir must be a path, got {settings.store_dir!r}")
         require_amount("store_ram_gib", settings.store_ram_gib)
         _ = settings.store
-        require_at_least("min_graft_tokens", settings.min_graft_tokens, 1)
+        if not isinstance(settings.costs, str):
+            raise ValueError(f"costs must be measured, tokens or a file, got {settings.costs!r}")
+        _ = settings.given_costs
         require_at_least("max_depth", settings.max_depth, 0)
         for name in ("continuation", "require_clean_context"):
             if not isinstance(getattr(settings, name), bool):

@@ -55,8 +55,8 @@ class ModelHost:
         self._check_layout()
         self._model = model
         names = [attention.layer_name for attention in self.attentions]
-        num_slots = int(self.config.cache_config.num_gpu_blocks or 0) * self.block_size
-        shape = (num_slots, self.config.model_config.get_hidden_size(), self.dtype, self.device)
+        self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
+        shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
         self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
 
     def logits(self, states: Tensor) -> Tensor:

@@ -6,28 +6,25 @@ import numpy as np
 
 from kvgraft.reuse.continuation import Continuations
 from kvgraft.reuse.copies import Copies, is_copied
-from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
-from kvgraft.vllm.pool import SharedPool
 
 
 class Continuing:
     """Lets vLLM's own prefix lookup find approximate blocks for those requests that may go on with them.
 
     Args:
-        pool: vLLM's blocks; approximate ones have hashes that no content has.
-        index: what can be grafted of them.
+        known: vLLM's blocks, of which approximate ones have hashes that no content has; and what can be grafted.
         hiding: gives a request such hashes, and its own ones back.
-        least_tokens: that must be won where exact blocks are given up.
     """
 
-    def __init__(self, pool: SharedPool, index: ReuseIndex, hiding: Hiding, least_tokens: int) -> None:
-        self._pool, self._index, self._hiding = pool, index, hiding
-        self._least = -(-least_tokens // pool.block_size)
-        self._known = Continuations[Any](lambda key: bool(pool.find([key])), pool.num_pages)
-        self._copies = Copies(pool)
+    def __init__(self, known: Planner, hiding: Hiding) -> None:
+        self._pool, self._index, self._hiding = known.pool, known.index, hiding
+        self._exact_value = known.cost_model.exact_value
+        self._known = Continuations[Any](lambda key: bool(self._pool.find([key])), self._pool.num_pages)
+        self._copies = Copies(self._pool)
 
     def before_lookup(self, state: RequestState) -> None:
         """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so in every step."""
@@ -38,7 +35,7 @@ class Continuing:
         self._hiding.undo(state)
         chains = self._chains(state, (len(state.token_ids) - 1) // self._pool.block_size)
         num_exact = self._pool.num_cached(state.request.block_hashes[: len(chains)])
-        continued = self._known.find(state.recovery_key, chains, num_exact, self._least)
+        continued = self._known.find(state.recovery_key, chains, num_exact, self._exact_value)
         if continued is not None:
             self._hiding.go_on(state, continued)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvgraft.prefill.costs import Costs
 from kvgraft.segments.store import Chunk, Record
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
@@ -71,11 +72,12 @@ class Metadata(KVConnectorMetadata):
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the stores did, by
-    rank; and, if that has changed, bytes and number of the documents in host memory."""
+    rank; if that has changed, bytes and number of the documents in host memory; and once what things cost."""
 
     outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
     stores: dict[int, StoreReport] = field(default_factory=dict)
     documents: tuple[int, int] | None = None
+    costs: Costs | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """All ranks compute the same tokens: one report stands for all, a failure on any rank counts."""
@@ -84,4 +86,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.outcomes |= failed
             self.documents = self.documents or other.documents
             self.stores |= other.stores
+            self.costs = self.costs or other.costs
         return self

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.cost import CostModel
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match
@@ -13,6 +15,8 @@ from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import KVGraftSettings
+
+SHORTEST_DOCUMENT = 64  # tokens of a document of which a part may be kept
 
 
 class Planner:
@@ -43,7 +47,7 @@ class Planner:
         )
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
-        self._shortest, self._least_share = settings.min_graft_tokens, settings.min_graft_share
+        self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exact_value)
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
         """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
@@ -58,8 +62,8 @@ class Planner:
         free[:num_prefix] = False
         matches = self._match(state, tokens, free)
         reason = "too_little_known" if matches else "no_known_text"
-        if not self.is_worthwhile(sum(match.length for match in matches), len(tokens) - num_prefix):
-            matches = []
+        if matches:
+            matches = self._choose(state, matches, len(tokens), num_prefix)
         in_place = self._in_place(state, num_prefix)
         if not matches and not in_place:
             return reason, None
@@ -69,16 +73,12 @@ class Planner:
         pages = tuple(state.prefix[block] for block in in_place)
         return None, Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps, pages)
 
-    def is_worthwhile(self, num_grafted: int, num_active: int) -> bool:
-        """A graft makes all that follows approximate, so that nobody can have it as a prefix: not for a few tokens."""
-        return num_grafted >= max(self._shortest, self._least_share * num_active)
-
     def documents(self, state: RequestState) -> list[Match]:
-        """Stretches of a prompt that were read before, each in one piece, if they are worth it; not its last token."""
+        """Stretches of a prompt that were read before, each in one piece, and none too short; not its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
         free = np.ones(len(tokens), bool)
         matches = self._match(state, tokens, free)
-        return [match for match in matches if match.length >= self._shortest]
+        return [match for match in matches if match.length >= SHORTEST_DOCUMENT]
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
         """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
@@ -117,6 +117,15 @@ class Planner:
         """What a request may graft."""
         scope, similar = state.offer.scope, state.matches_similar
         return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar)
+
+    def _choose(self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int) -> list[Match]:
+        """Those that are worth it; what was expected is reported."""
+        approximate, report = state.continued is not None, state.report
+        chosen, estimate = self.cost_model.choose(
+            matches, num_tokens, num_prefix, state.policy_name, approximate=approximate
+        )
+        report.estimated_full_s, report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
+        return chosen
 
     def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
         """Approximate blocks that a request goes on with, that its policy can make better for this prompt, and that

@@ -99,6 +99,11 @@ class RequestState:
         return [*self.whole, *self.request.output_token_ids] if self.whole else list(self.request.all_token_ids)
 
     @property
+    def policy_name(self) -> str:
+        """The method that recovers what is grafted, with its options."""
+        return str(self.options.policy) if isinstance(self.options, RequestOptions) else ""
+
+    @property
     def matches_similar(self) -> bool:
         """Whether near-duplicates are grafted, too."""
         return isinstance(self.options, RequestOptions) and self.options.match_similar

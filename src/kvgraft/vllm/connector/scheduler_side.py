@@ -80,7 +80,7 @@ class SchedulerSide:
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
-        self._continuing = Continuing(self.known.pool, self.known.index, self._hiding, self.settings.min_graft_tokens)
+        self._continuing = Continuing(self.known, self._hiding)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
@@ -192,6 +192,8 @@ class SchedulerSide:
             reported = WorkerMetadata()
         if reported.documents is not None:
             self.reporting.documents = reported.documents
+        if reported.costs is not None:
+            self.known.cost_model.costs = reported.costs
         if self.stored is not None:
             for rank, report in reported.stores.items():
                 self.stored.on_report(rank, report)
@@ -265,7 +267,7 @@ class SchedulerSide:
             raise TypeError("a control request never grafts")
         state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
-            num_grafted = int(candidate.plan.copied.sum())
+            num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
         if candidate.steps:
@@ -297,6 +299,10 @@ class SchedulerSide:
             self.reporting.admitted(state, None)
         else:
             self.reporting.recovered(state, candidate, outcome)
+            if candidate is not None and not state.whole:
+                plan = candidate.plan
+                num_recovered = outcome.computed_share * plan.num_tokens - int(plan.fresh.sum())
+                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()))
         self._early_reports.add(state)
 
     def _offer_running(self) -> None:

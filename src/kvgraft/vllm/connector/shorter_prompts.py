@@ -7,6 +7,8 @@ from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 
+LEAST_SHARE = 0.1  # of a prompt that documents make up
+
 
 class ShorterPrompts:
     """Puts a shorter prompt in the place of a request's own, and the whole one back if nothing can be kept after all.
@@ -24,7 +26,7 @@ class ShorterPrompts:
         matches = self._known.documents(state)
         state.documents = tuple(range(match.start, match.start + match.length) for match in matches)
         tokens, lengths = state.token_ids, [match.length for match in matches]
-        if not self._known.is_worthwhile(sum(lengths), len(tokens)):
+        if sum(lengths) < LEAST_SHARE * len(tokens) or not lengths:
             state.refusal = "too_little_known" if lengths else "no_known_text"
             return
         for match in matches:

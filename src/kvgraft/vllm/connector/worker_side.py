@@ -7,10 +7,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
+from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
+from kvgraft.vllm.prefill import measure_costs
 from kvgraft.vllm.recovery import RecoveryQueue, RecoveryResult
 from kvgraft.vllm.settings import KVGraftSettings
 
@@ -25,6 +27,7 @@ class WorkerSide:
         self._ended: dict[str, RecoveryResult] = {}
         self._reported: dict[str, RecoveryResult] = {}
         self._told = (0, 0)  # of documents: bytes, how many
+        self._costs: Costs | None = None  # not told yet
 
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
@@ -35,6 +38,8 @@ class WorkerSide:
         host = ModelHost(runner, settings.kept_residual_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         self._queue = RecoveryQueue(host, limit, library)
+        if settings.given_costs is None:
+            self._costs = measure_costs(host, self._config.model_config.max_model_len)
         if settings.store is not None:
             parallel = self._config.parallel_config
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
@@ -67,7 +72,8 @@ class WorkerSide:
         store = self._store.take_report() if self._store is not None else None
         documents = self._take_documents()
         stores = {} if store is None else {self._config.parallel_config.rank: store}
-        return WorkerMetadata(outcomes, stores, documents) if outcomes or stores or documents else None
+        costs, self._costs = self._costs, None
+        return WorkerMetadata(outcomes, stores, documents, costs) if outcomes or stores or documents or costs else None
 
     def _take_documents(self) -> tuple[int, int] | None:
         """Bytes and number of the documents that are held, if that has changed."""

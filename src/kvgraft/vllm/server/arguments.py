@@ -1,7 +1,7 @@
 """The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
 
 import os
-from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,21 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return args
 
 
+_PLAIN: tuple[tuple[str, type, str], ...] = (  # flags with one value: name, type, help
+    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
+    ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
+    ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
+    ("watermark", float, "Share of used blocks above which frozen ones are shed."),
+    ("frozen-capacity", float, "Share of the pool that frozen blocks may take."),
+    ("frozen-quota", float, "Share of that which one tenant may take."),
+    ("document-gib", float, "Host memory for documents kept in part (condense)."),
+    ("store-dir", str, "Directory for exact blocks, which outlasts the server."),
+    ("store-ram-gib", float, "Host memory for exact blocks that vLLM reclaims."),
+    ("store-disk-gib", float, "Size of the store's directory."),
+    ("store-quota", float, "Share of the store that one namespace may take."),
+)
+
+
 def _make_parser() -> FlexibleArgumentParser:
     parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
     parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
@@ -106,25 +121,18 @@ def _make_parser() -> FlexibleArgumentParser:
         group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
     group.add_argument(
         "--kvgraft-continuation",
-        action="store_true",
+        action=BooleanOptionalAction,
         default=None,
         help="Let the next turn of a conversation go on with the KV of the last one, grafts and all.",
     )
-    group.add_argument("--kvgraft-max-depth", type=int, help="Of sources: 0 is exact, d + 1 follows grafts of depth d.")
     group.add_argument(
         "--kvgraft-require-clean-context",
         action="store_true",
         default=None,
         help="Graft only text that stood at the beginning of what it was read in, as frozen text does.",
     )
-    group.add_argument("--kvgraft-watermark", type=float, help="Share of used blocks above which frozen ones are shed.")
-    group.add_argument("--kvgraft-frozen-capacity", type=float, help="Share of the pool that frozen blocks may take.")
-    group.add_argument("--kvgraft-frozen-quota", type=float, help="Share of that which one tenant may take.")
-    group.add_argument("--kvgraft-document-gib", type=float, help="Host memory for documents kept in part (condense).")
-    group.add_argument("--kvgraft-store-dir", help="Directory for exact blocks, which outlasts the server.")
-    group.add_argument("--kvgraft-store-ram-gib", type=float, help="Host memory for exact blocks that vLLM reclaims.")
-    group.add_argument("--kvgraft-store-disk-gib", type=float, help="Size of the store's directory.")
-    group.add_argument("--kvgraft-store-quota", type=float, help="Share of the store that one namespace may take.")
+    for flag, kind, text in _PLAIN:
+        group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
     group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
     _add_owners(group)
     group.add_argument(

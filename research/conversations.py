@@ -1,0 +1,261 @@
+"""Answers along conversations: score and KL to full recomputation by turn and by depth.
+
+    python -m research.conversations                             the bundled model: scores and KL
+    python -m research.conversations --model DIR --sessions 6    any other model: KL over real text
+
+Two kinds of conversation of twelve turns. `growing`: each turn brings a new document and two earlier ones again, and a
+question; all of it stays. `moving`: each prompt holds a new document somewhere among the last ones, in new order, and a
+question. A condition is a policy and how the engine reuses; all of them answer the same prompts.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from pydoc_data.topics import topics
+from random import Random
+from typing import Any, Literal, get_args
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.evaluate.metrics import contains_all, first_token
+from kvgraft.evaluate.plots import COLOURS, STYLE, save
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.prompts import as_parts
+from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.testbed import MODEL_DIR
+from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft.testbed.tasks import read
+
+Kind = Literal["growing", "moving"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TURNS = 12
+AGAIN = 2  # earlier documents of a growing conversation's turn
+WINDOW = 8  # documents of a moving conversation's prompt
+WORDS = 90  # of a document of the testbed
+CHARACTERS = 700  # of one of real text
+FACTS = Facts(needle=24, variable=48, hop=24)
+SEED = 3000
+DEEP = 99  # a depth that nothing reaches
+CONDITIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "depth 0": ("transitive", {"continuation": True}),
+    "depth 1": ("transitive", {"continuation": True, "max_depth": 1}),
+    "depth 2": ("transitive", {"continuation": True, "max_depth": 2}),
+    "depth 4": ("transitive", {"continuation": True, "max_depth": 4}),
+    "any depth": ("transitive", {"continuation": True, "max_depth": DEEP}),
+    "any depth, grafted anew": ("transitive", {"max_depth": DEEP}),
+    "any depth, naive": ("naive", {"continuation": True, "max_depth": DEEP}),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt as texts, the last of which is the question, and its answer if that is known."""
+
+    segments: tuple[str, ...]
+    answer: str | None
+
+
+@dataclass(frozen=True)
+class TurnRow:
+    """One prompt under one condition; `score` is None where no answer is known, `shares` are of its tokens."""
+
+    kind: str
+    session: int
+    turn: int
+    condition: str
+    score: float | None
+    kl: float
+    depth: int
+    prefix: float
+    continued: float
+    grafted: float
+    computed: float
+
+
+def conversation(kind: Kind, rng: Random, documents: Sequence[str], questions: bool) -> Iterator[Turn]:
+    """The turns of one conversation over these documents, of which the first are known to begin with."""
+    history: list[str] = ["instruction : read this ."]
+    known = len(documents) - TURNS
+    window = list(documents[:known])[-WINDOW:]
+    for turn in range(TURNS):
+        new = documents[known + turn]
+        if kind == "growing":
+            history += rng.sample([new, *rng.sample(documents[: known + turn], AGAIN)], 1 + AGAIN)
+            base = history
+        else:
+            window = [*window, new][-WINDOW:]
+            base = [history[0], *rng.sample(window, len(window))]
+        asked = _question(rng, base) if questions else _real_question(rng, base)
+        yield Turn((*base, asked[0]), asked[1])
+        history += [asked[0] + " " + (asked[1] or "it is said above .")]
+
+
+def _question(rng: Random, base: Sequence[str]) -> tuple[str, str | None]:
+    """Every other one takes facts of several texts, if there are any such."""
+    known = read(base)
+    crossing = [question for question in known if question.crosses]
+    found = rng.choice(crossing if crossing and rng.random() < 0.5 else known)
+    return found.text, found.answer
+
+
+def _real_question(rng: Random, base: Sequence[str]) -> tuple[str, str | None]:
+    words = rng.choice(base[1:]).split()
+    start = rng.randrange(max(1, len(words) - 8))
+    return f'Question: explain what is meant by "{" ".join(words[start : start + 8])}". Answer:', None
+
+
+def make_sessions(count: int, seed: int, *, testbed: bool) -> list[tuple[Kind, int, list[str], list[Turn]]]:
+    """(kind, number, the documents that are known at first, turns); as many of each kind."""
+    made = []
+    for kind, number in product(KINDS, range(count)):
+        rng = Random(f"{kind} {seed} {number}")  # noqa: S311
+        total = WINDOW + TURNS
+        if testbed:
+            written = make_documents(rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS)
+            documents = list(written)
+        else:
+            texts = rng.sample([text for text in sorted(topics.values()) if len(text) > 2 * CHARACTERS], total)
+            documents = [" ".join(text[CHARACTERS : 2 * CHARACTERS].split()) for text in texts]
+        turns = list(conversation(kind, rng, documents, testbed))
+        made.append((kind, number, documents[:WINDOW], turns))
+    return made
+
+
+def answers(
+    engine: Engine, policy: str, known: Sequence[str], turns: Iterable[Turn]
+) -> Iterator[tuple[str, Tensor, Any]]:
+    """Text, first logits and report of every turn of a conversation, whose first documents are read alone before."""
+    engine.clear_cache()
+    for text in known:
+        engine.generate([Request(as_parts(("instruction :", text, "")), "full", SamplingParams(max_tokens=1))])
+    for turn in turns:
+        most = len((turn.answer or "").split()) or 1
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+        [result] = engine.generate([Request(as_parts(turn.segments, ()), policy, sampling, return_logits=True)])
+        if result.first_logits is None:
+            raise RuntimeError(result.error)
+        yield result.text, result.first_logits, result.report
+
+
+def run(model: Path, count: int, seed: int, conditions: Sequence[str]) -> list[TurnRow]:
+    """All conditions over the same prompts, each on an engine of its own."""
+    sessions, rows = make_sessions(count, seed, testbed=model == MODEL_DIR), []
+    truth: dict[tuple[str, int, int], Tensor] = {}
+    with progress_bar(Console(stderr=True), "conversations") as on_progress:
+        for place, condition in enumerate(("full", *conditions)):
+            policy, options = CONDITIONS.get(condition, ("full", {}))
+            engine = Engine(model, dtype="float32", **options)
+            for at, (kind, number, known, turns) in enumerate(sessions):
+                for turn, (text, logits, report) in enumerate(answers(engine, policy, known, turns), 1):
+                    expected = truth.setdefault((kind, number, turn), logits)
+                    answer = turns[turn - 1].answer
+                    score = None if answer is None else contains_all(text, answer.split())
+                    kl, total = first_token(logits, expected)["kl"], report.prompt_tokens
+                    rows.append(
+                        TurnRow(
+                            kind, number, turn, condition, score, kl, report.depth, report.prefix_tokens / total,
+                            report.continued_tokens / total, report.grafted_tokens / total, report.computed_share,
+                        )
+                    )  # fmt: skip
+                on_progress(place * len(sessions) + at + 1, (len(conditions) + 1) * len(sessions))
+    return rows
+
+
+def trend(rows: Sequence[TurnRow], of: str) -> tuple[float, float, float]:
+    """Change a turn, the mean slope of conversations, with a 95 % interval."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.session].append((row.turn, getattr(row, of)))
+    slopes = []
+    for pairs in groups.values():
+        turns, values = np.array(pairs, float).T
+        slopes.append(float(np.polyfit(turns, values, 1)[0]))
+    return float(np.mean(slopes)), *bootstrap(slopes)
+
+
+def table(rows: Sequence[TurnRow], kind: str) -> Table:
+    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what was computed."""
+    found = Table(title=kind, box=box.MARKDOWN)
+    for name in ("condition", "1-3", "4-6", "7-9", "10-12", "all (95 %)", "a turn (95 %)", "reused", "computed"):
+        found.add_column(name, justify="left" if name == "condition" else "right")
+    for condition in dict.fromkeys(row.condition for row in rows):
+        mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
+        reused = [np.mean([getattr(row, name) for row in mine]) for name in ("prefix", "continued", "grafted")]
+        for of in ("kl",) if rows[0].score is None else ("score", "kl"):
+            values = [getattr(row, of) for row in mine]
+            by_turn = np.array(values).reshape(-1, 4, TURNS // 4).mean((0, 2))
+            low, high = bootstrap(values, [row.session for row in mine])
+            slope, least, most = trend(mine, of)
+            found.add_row(
+                f"{condition}: {of}", *(f"{value:.3f}" for value in by_turn),
+                f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})", f"{slope:+.4f} ({least:+.4f} to {most:+.4f})",
+                " + ".join(f"{share:.2f}" for share in reused), f"{np.mean([row.computed for row in mine]):.3f}",
+            )  # fmt: skip
+    return found
+
+
+def depth_table(rows: Sequence[TurnRow]) -> Table:
+    """Score and KL by the depth of what an answer rests on, of the condition that knows no limit."""
+    found = Table("depth", "prompts", "score", "KL", title="by depth (any depth)", box=box.MARKDOWN)
+    mine = [row for row in rows if row.condition == "any depth"]
+    for depth in sorted({row.depth for row in mine}):
+        here = [row for row in mine if row.depth == depth]
+        score = "-" if here[0].score is None else f"{np.mean([row.score for row in here]):.3f}"
+        found.add_row(str(depth), str(len(here)), score, f"{np.mean([row.kl for row in here]):.3f}")
+    return found
+
+
+def draw(rows: Sequence[TurnRow], path: Path) -> None:
+    """Score or KL by turn, a line for each condition."""
+    of = "kl" if rows[0].score is None else "score"
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(KINDS), figsize=(9.6, 3.8), sharey=True)
+        for axis, kind in zip(axes, KINDS, strict=True):
+            for number, condition in enumerate(dict.fromkeys(row.condition for row in rows)):
+                mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
+                turns = range(1, TURNS + 1)
+                means = [np.mean([getattr(row, of) for row in mine if row.turn == turn]) for turn in turns]
+                axis.plot(turns, means, marker="o", markersize=3, color=COLOURS[number % len(COLOURS)], label=condition)
+            axis.set_title(kind)
+            axis.set_xlabel("turn")
+        axes[0].set_ylabel("KL to full, nats" if of == "kl" else of)
+        axes[-1].legend(fontsize=7)
+        save(figure, path)
+
+
+def main() -> None:
+    """Measure, and write rows, tables and a picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--sessions", type=int, default=24, help="of each kind")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--conditions", default=";".join(CONDITIONS), help="by semicolons")
+    parser.add_argument("--out", type=Path, default=Path("results/conversations"))
+    arguments = parser.parse_args()
+    conditions = [name.strip() for name in arguments.conditions.split(";")]
+    if unknown := [name for name in conditions if name not in CONDITIONS]:
+        parser.error(f"unknown conditions {unknown}: choose from {'; '.join(CONDITIONS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = run(arguments.model, arguments.sessions, arguments.seed, conditions)
+    (arguments.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    console = Console(width=170, record=True)
+    for kind in KINDS:
+        console.print(table(rows, kind))
+    console.print(depth_table(rows))
+    (arguments.out / "tables.md").write_text(console.export_text())
+    draw(rows, arguments.out / "turns.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""How long the native engine takes for what the cost model weighs."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.prefill import NativePrefill
+from kvgraft.kv.cache import KVCache
+from kvgraft.prefill.costs import Costs, calibrate, find_costs
+from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.cost import CostModel
+
+
+def make_cost_model(
+    costs: str | Path | Costs | None, exact_value: float, decoder: Decoder, cache: KVCache, max_length: int
+) -> CostModel | None:
+    """As the arguments of `Engine` say; the cache must be empty."""
+    if costs is None:
+        return None
+    return CostModel(find_costs(costs, partial(measure_costs, decoder, cache, max_length)), exact_value)
+
+
+@torch.inference_mode()
+def measure_costs(decoder: Decoder, cache: KVCache, max_length: int) -> Costs:
+    """Measured in the first pages of an empty cache, on prompts of max_length tokens at most."""
+    lists, length = cache.layout.num_lists, min(max_length, cache.keys.shape[1])
+
+    def context(plan: Plan) -> NativePrefill:
+        slots = torch.arange(plan.num_tokens, device=decoder.device).expand(lists, -1)
+        tokens, sources = torch.zeros(plan.num_tokens, dtype=torch.int64), plan.graft_sources.expand(lists, -1)
+        return NativePrefill(decoder, cache, plan, tokens, [slots], sources)
+
+    on_gpu = decoder.device.type == "cuda"
+    return calibrate(context, decoder.config.num_layers, cache.block_size, length, on_gpu=on_gpu)

@@ -1,0 +1,150 @@
+"""Seconds of copying, recovery and prefill: of this model on this machine, measured on one of its layers."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvgraft.prefill.context import PrefillContext
+from kvgraft.prefill.plan import Plan
+from kvgraft.segments.matches import Match
+
+REPEATS = 3
+MEASURED = "measured"
+CPU = (16, 128, 1024)  # tokens of a small and of a large pass, and of a prompt
+GPU = (128, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that this model takes on this machine; by default tokens, whatever they take.
+
+    Attributes:
+        pass_s: of a pass of any tokens through all layers, whatever their number.
+        token_s: of each token computed in it.
+        pair_s: of each pair of a computed token and a key that it sees.
+        copy_s: of each token copied and aligned.
+
+    Raises:
+        ValueError: one of them is negative or no number.
+    """
+
+    pass_s: float = 32.0
+    token_s: float = 1.0
+    pair_s: float = 0.0
+    copy_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"{item.name} must be a number of seconds of at least 0, got {value!r}")
+
+    def computing(self, num_tokens: np.ndarray | int, num_pairs: np.ndarray) -> np.ndarray:
+        """Seconds of one pass; numbers of any shape."""
+        found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * num_pairs
+        return found
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Costs":
+        """What `save` has written.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it holds something else; the message names the file.
+        """
+        try:
+            given = json.loads(Path(path).read_text())
+            if not isinstance(given, dict) or given.keys() != {item.name for item in fields(cls)}:
+                raise ValueError(f"it must hold {', '.join(item.name for item in fields(cls))}")
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{path} holds no costs: {error}") from error
+
+
+TOKENS = Costs()  # by numbers of tokens alone
+
+
+def find_costs(given: str | Path | Costs, measure: Callable[[], Costs]) -> Costs:
+    """Those that are given: themselves, a file of them, `measured`, or `tokens`.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or one that holds something else.
+    """
+    if isinstance(given, Costs):
+        return given
+    named = {MEASURED: measure, "tokens": lambda: TOKENS}
+    return named[str(given)]() if str(given) in named else Costs.load(given)
+
+
+def calibrate(
+    context: Callable[[Plan], PrefillContext], num_layers: int, block_size: int, length: int, *, on_gpu: bool
+) -> Costs:
+    """Measure one layer of a model, which stands for all.
+
+    Args:
+        context: a prefill pass of a prompt with this plan, in blocks that hold nothing.
+        length: tokens that these blocks hold; only so many are used as it takes.
+    """
+    few, many, most = (-(-count // block_size) * block_size for count in (GPU if on_gpu else CPU))
+    length = min(length // block_size * block_size, most)
+    many = min(many, length)
+    few = min(few, many // 2 // block_size * block_size or many)
+    shapes = [(few, few), (many, many), (few, length), (many, length)]
+    seconds = np.array([_layer_seconds(context, block_size, *shape) for shape in shapes])
+    rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
+    copied = _copy_seconds(context, block_size, length) / (length - 1)
+    return Costs(*(num_layers * float(found) for found in (*_fit(rows, seconds), copied)))
+
+
+def count_pairs(first: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
+    """Keys that the tokens [first, stop) of a prompt see together."""
+    first, stop = np.asarray(first, np.int64), np.asarray(stop, np.int64)
+    found: np.ndarray = (stop * (stop + 1) - first * (first + 1)) // 2
+    return found
+
+
+def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The numbers, none of them negative, that explain the measured seconds best, relative to each."""
+    relative, found = rows / seconds[:, None], np.zeros(rows.shape[1])
+    used = np.ones(rows.shape[1], bool)
+    while used.any():
+        values = np.linalg.lstsq(relative[:, used], np.ones(len(seconds)), rcond=None)[0]
+        if (values >= 0).all():
+            found[used] = values
+            break
+        used[np.flatnonzero(used)[values.argmin()]] = False
+    return found
+
+
+def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int) -> float:
+    """Of one layer for the last tokens of a prompt, the others of which are there."""
+    plan = Plan.for_prompt(length, size, range((length - rows) // size))
+    return _least(lambda: context(plan), lambda ctx: ctx.layer(0, ctx.embed(plan.active)))
+
+
+def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
+    """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
+    plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0)])
+    return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)))
+
+
+def _least(make: Callable[[], PrefillContext], work: Callable[[PrefillContext], object]) -> float:
+    """Seconds of the fastest of some runs; results are waited for."""
+    seconds = []
+    for _ in range(REPEATS):
+        ctx = make()
+        started = time.perf_counter()
+        work(ctx)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return max(min(seconds), 1e-9)

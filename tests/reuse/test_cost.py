@@ -1,0 +1,130 @@
+"""What is grafted: only what saves more than what becomes approximate is worth."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.prefill.costs import TOKENS, Costs
+from kvgraft.reuse.cost import CostModel, Estimate
+from kvgraft.segments.matches import Match
+from models import VOCAB_SIZE
+
+FLAT = Costs(pass_s=0.0, token_s=1.0, pair_s=0.0, copy_s=0.0)
+
+
+def match(start: int, length: int) -> Match:
+    return Match(start, length, 0, np.zeros(-(-length // 16), np.int32), 0)
+
+
+def seconds(costs: Costs, where: np.ndarray) -> float:
+    """Of computing some tokens of a prompt, bool [T]."""
+    return float(costs.token_s * where.sum() + costs.pair_s * (np.flatnonzero(where) + 1).sum())
+
+
+@pytest.mark.parametrize("costs", [FLAT, TOKENS, Costs(3e-3, 2e-4, 5e-8, 1e-6)], ids=["flat", "tokens", "measured"])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_it_is_the_best_of_all_places_to_begin(costs: Costs, approximate: bool):
+    rng = np.random.default_rng(0)
+    taken = []
+    for _ in range(200):
+        cuts = np.sort(rng.choice(np.arange(64, 2000), 2 * int(rng.integers(1, 6)), replace=False)).tolist()
+        matches = [match(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+        model = CostModel(costs, exact_value=0.1, work={"p": 0.2})
+        chosen, found = model.choose(matches, 2000, 48, "p", approximate=approximate)
+        active = np.arange(2000) >= 48
+        gains = [0.0]
+        for number in range(len(matches)):
+            grafted = np.zeros(2000, bool)
+            for one in matches[number:]:
+                grafted[one.start : one.start + one.length] = True
+            behind = active & ~grafted & (np.arange(2000) >= matches[number].start)
+            saved = 0.8 * seconds(costs, grafted) - costs.pass_s - costs.copy_s * grafted.sum()
+            gains.append(saved - (0.0 if approximate else 0.1) * seconds(costs, behind))
+        best = int(np.argmax(gains))
+        assert [one.start for one in chosen] == [one.start for one in (matches[best - 1 :] if best else [])]
+        assert found.full_s == pytest.approx(costs.pass_s + seconds(costs, active))
+        assert (found.reuse_s < found.full_s) == bool(best)
+        taken.append(len(matches) - len(chosen))
+    assert 0 in taken
+    assert approximate or max(taken) > 0
+
+
+def test_a_graft_in_front_of_much_new_text_must_save_more():
+    small, large = match(100, 50), match(3000, 900)
+    model = CostModel(FLAT, work={"p": 0.0})
+    assert model.choose([small, large], 4000, 0, "p")[0] == [large]
+    assert model.choose([small, large], 4000, 0, "p", approximate=True)[0] == [small, large]
+    assert model.choose([small], 160, 0, "p")[0] == [small]
+    assert CostModel(FLAT, exact_value=0.0, work={"p": 0.0}).choose([small], 4000, 0, "p")[0] == [small]
+    assert model.choose([small], 4000, 0, "p") == ([], Estimate(4000.0, 4000.0))
+    assert model.choose([], 4000, 1000, "p") == ([], Estimate(3000.0, 3000.0))
+
+
+def test_what_a_policy_computes_is_learned():
+    model = CostModel(FLAT)
+    grafts = [match(0, 100)]
+    assert model.choose(grafts, 110, 0, "all")[0] == grafts
+    model.learn("all", 100.0, 100)
+    assert model.choose(grafts, 110, 0, "all")[0] == [], "it computes all that is grafted"
+    assert model.choose(grafts, 110, 0, "another")[0] == grafts
+    for _ in range(30):
+        model.learn("all", 5.0, 100)
+    assert model.work["all"] == pytest.approx(0.05, abs=0.01)
+    model.learn("nothing", 5.0, 0)
+    assert "nothing" not in model.work
+
+
+def test_costs_are_kept_in_a_file(tmp_path: Path):
+    path, costs = tmp_path / "costs.json", Costs(1.0, 2.0, 3.0, 4.0)
+    costs.save(path)
+    assert Costs.load(path) == costs
+    for text, message in (
+        ("{", "holds no costs"),
+        ("[]", "must hold pass_s, token_s, pair_s, copy_s"),
+        ('{"pass_s": 1}', "must hold pass_s"),
+        ('{"pass_s": 1, "token_s": -1, "pair_s": 0, "copy_s": 0}', "token_s must be a number of seconds"),
+        ('{"pass_s": 1, "token_s": "x", "pair_s": 0, "copy_s": 0}', "token_s must be a number of seconds"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Costs.load(path)
+    with pytest.raises(FileNotFoundError):
+        Costs.load(tmp_path / "none")
+
+
+def words(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
+
+
+def ask(engine: Engine, prompt: list[int], policy: str = "transitive") -> object:
+    return engine.generate([Request(prompt, policy, SamplingParams(max_tokens=1, ignore_eos=True))])[0].report
+
+
+def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_path: Path):
+    FLAT.save(tmp_path / "costs.json")
+    engine = Engine(model_dirs["qwen3"], dtype="float32", costs=tmp_path / "costs.json", exact_value=0.5)
+    document = words(160, 1)
+    ask(engine, document, "full")
+    report = ask(engine, words(20, 2) + document + words(20, 3))
+    assert report.grafted_tokens >= 144
+    assert report.estimated_full_s == 200
+    assert 40 <= report.estimated_reuse_s < 100
+    assert 0 < engine.memory.lookup.cost_model.work[str(engine.policy)] < 0.5
+    report = ask(engine, words(20, 4) + document[:64] + words(400, 5))
+    assert (report.grafted_tokens, report.outcome, report.reason) == (0, "miss", "too_little_known")
+    assert report.estimated_full_s == report.estimated_reuse_s == 484
+
+
+def test_costs_can_be_measured(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["qwen3"], dtype="float32", costs="measured")
+    costs = engine.memory.lookup.cost_model.costs
+    assert costs.copy_s > 0
+    assert costs.pass_s + costs.token_s + costs.pair_s > 0
+    document = words(160, 1)
+    truth = Engine(model_dirs["qwen3"], dtype="float32")
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+    expected, found = (one.generate([Request(document, "full", sampling)])[0] for one in (truth, engine))
+    assert found.token_ids == expected.token_ids, "nothing is left of the measurement"
+    engine.check()
