@@ -101,6 +101,7 @@ class Block:
     tokens: np.ndarray
     source: int
     source_start: int
+    scope: bytes = SCOPE
 
 
 def register_with(num_blocks: int) -> Register:
@@ -135,13 +136,21 @@ def test_grafts_are_wanted_longest_run_first_and_only_where_nothing_is_known():
 def test_what_came_back_is_found_again_unless_it_is_known_often_enough():
     index = ReuseIndex(PagePool(64, SIZE))
     blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE) for at in (2, 0, 1)]
-    assert register_restored(index, blocks, index.pool.allocate(3), SCOPE) == [True] * 3
+    assert register_restored(index, blocks, index.pool.allocate(3)) == [True] * 3
     assert known(index) == [(0, 3 * SIZE, 0)]
     for source in range(10, 14):
         for block in blocks:
             block.source = source
-        found = register_restored(index, blocks, index.pool.allocate(3), SCOPE)
+        found = register_restored(index, blocks, index.pool.allocate(3))
     assert found == [False] * 3
+
+
+def test_what_came_back_together_stays_apart_by_scope():
+    index = ReuseIndex(PagePool(64, SIZE))
+    blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE, OTHER if at else SCOPE) for at in range(3)]
+    assert register_restored(index, blocks, index.pool.allocate(3)) == [True] * 3
+    assert known(index) == [(0, SIZE, 0)]
+    assert known(index, OTHER) == [(SIZE, 2 * SIZE, 0)]
 
 
 @pytest.mark.parametrize(

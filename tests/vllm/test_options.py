@@ -69,6 +69,14 @@ def test_near_duplicates_are_matched_unless_the_request_says_otherwise(said: dic
     assert RequestOptions.parse(said, RequestOptions(POLICY, match_similar=True)).match_similar is similar
 
 
+@pytest.mark.parametrize(
+    ("said", "shared"),
+    [({}, None), ({"shared": None}, None), ({"shared": []}, ()), ({"shared": ["b", "a"]}, ("b", "a"))],
+)
+def test_all_shared_text_is_wanted_unless_some_is_named(said: dict[str, Any], shared: tuple[str, ...] | None):
+    assert RequestOptions.parse(said, DEFAULT).shared == shared
+
+
 def test_the_namespace_is_taken_as_it_is():
     assert RequestOptions.parse({"namespace": "Team ä/7"}, DEFAULT).namespace == "Team ä/7"
     assert RequestOptions.parse({}, DEFAULT).namespace == ""
@@ -137,7 +145,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-NAMES = st.sampled_from(["policy", "reuse", "match", "namespace", *(f.name for f in fields(SparseX))])
+NAMES = st.sampled_from(["policy", "reuse", "match", "namespace", "shared", *(f.name for f in fields(SparseX))])
 
 
 @given(st.dictionaries(NAMES | st.text(), JSON))
@@ -146,7 +154,7 @@ def test_any_json_is_either_understood_or_refused(said: dict[str, Any]):
         parsed = RequestOptions.parse(said, DEFAULT)
     except ValueError:
         return
-    assert said.keys() <= {"policy", "reuse", "match", "namespace"} | {f.name for f in fields(parsed.policy)}
+    assert said.keys() <= {"policy", "reuse", "match", "namespace", "shared"} | {f.name for f in fields(parsed.policy)}
     assert parsed.namespace == said.get("namespace", "")
 
 

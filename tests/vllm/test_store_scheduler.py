@@ -74,6 +74,28 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
     assert stored.known.pool.versions_of(load.blocks).astype(bool).tolist() == [True, True, False]
 
 
+def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
+    """And stays what it was: nobody else's, in a load with text of the reader's own."""
+    mine, own = scope_digest("model", "mine"), np.arange(500, 500 + 2 * BLOCK)
+    chunk = Chunk(mine, "", tuple(chain_hashes(own, BLOCK, mine)), own, 2, 0)
+    records = [record(), Record(chunk, {"keys": ("float32", (1, len(own), 8))}, False)]
+    for rank in (0, 1):
+        stored.on_report(rank, StoreReport(records=records, ready=True))
+    prompt = [9, 9, *own.tolist(), *TOKENS.tolist(), 9]
+    request, options = SimpleNamespace(all_token_ids=prompt, block_hashes=[]), KVGraftSettings().default
+    for shared, num_blocks in (((), 2), ((scope_digest("model", "other"),), 0), ((SCOPE,), 3)):
+        state = RequestState(request, options, Offer(mine), shared=shared)
+        assert stored.is_coming(state, 0, 9, grafts=True) == (num_blocks > 0)
+        for load in stored.take_orders().loads:
+            assert len(load.blocks) == num_blocks, "what has come back is not asked for again"
+            for rank in (0, 1):
+                stored.on_report(rank, StoreReport(loaded=[(load.number, [True] * num_blocks)]))
+    tokens, free = np.array(prompt), np.ones(len(prompt), bool)
+    for scope, shared, length in ((mine, (), 2), (mine, (SCOPE,), 5), (SCOPE, (), 3), (b"x" * 32, (), 0)):
+        matches = stored.known.index.match(tokens, scope, shared=shared, free=free, similar=False)
+        assert sum(match.length for match in matches) == length * BLOCK
+
+
 def test_reports_of_one_step_keep_their_ranks():
     reports = {rank: StoreReport(read=[bytes([rank])]) for rank in range(3)}
     together = WorkerMetadata(stores={0: reports[0]})

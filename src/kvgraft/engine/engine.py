@@ -15,7 +15,7 @@ from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
-from kvgraft.engine.request import Event, Report, Request, RequestError, Result
+from kvgraft.engine.request import Event, Report, Request, RequestError, Result, check_shared
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence_state import SequenceState
@@ -289,6 +289,7 @@ class Engine:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
             self.memory.cache.require_residuals(policy.residual_layers(self.config.num_layers))
             similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
+            shared = tuple(self.scope_of(name) for name in check_shared(request))
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
             most = len(tokenised.token_ids) - 1
             if not 0 <= request.decoded_tail <= most:
@@ -300,7 +301,7 @@ class Engine:
         start = len(tokens) - request.decoded_tail
         sampler, tail = Sampler(request.sampling), deque(tokens[start:])
         sequence = SequenceState(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
-        sequence.matches_similar = similar
+        sequence.matches_similar, sequence.shared = similar, shared
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
         if isinstance(policy, KeepsDocuments):

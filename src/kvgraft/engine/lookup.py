@@ -202,7 +202,8 @@ class CacheLookup:
         free = np.ones(sequence.num_prompt, bool)
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
-        matches = self.index.match(sequence.prompt, sequence.scope, free=free, similar=sequence.matches_similar)
+        scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
+        matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar)
         if sequence.policy.grafts_local_heads and self.layout.num_local_lists:
             usable = [self.local_pages.complete(match.pages) for match in matches]
             parts = (m.where(held, self.pool.block_size) for m, held in zip(matches, usable, strict=True))

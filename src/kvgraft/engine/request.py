@@ -26,7 +26,7 @@ class Request:
         prompt: text, parts (`str` and reusable `Segment`), or token ids, which are taken as they are.
         policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is the engine's own.
         sampling: length, temperature, stop strings and so on.
-        namespace: isolation key; content cached under another one is never found.
+        namespace: isolation key; content cached under another one is never found, but for those that are shared.
         remember: False leaves nothing of this request behind for later ones to reuse.
         return_logits: keep the float32 logits of the first token in the result.
         flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`; `dense` to all; None is
@@ -34,6 +34,8 @@ class Request:
         match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
         decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
             under the flow.
+        shared_namespaces: others whose text may be grafted, too; nothing of this request is left in them. Where a text
+            is known in several, the longest piece counts, then `namespace`, then this order.
     """
 
     prompt: str | Sequence[Part] | Sequence[int]
@@ -45,6 +47,7 @@ class Request:
     flow: str | Flow | None = None
     match: Literal["exact", "similar"] | None = None
     decoded_tail: int = 0
+    shared_namespaces: Sequence[str] = ()
 
 
 @dataclass
@@ -85,3 +88,13 @@ class Event:
     index: int
     text: str
     result: Result | None = None
+
+
+def check_shared(request: Request) -> Sequence[str]:
+    """Its `shared_namespaces`; ValueError unless they are distinct names of others."""
+    names = request.shared_namespaces
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"shared_namespaces must be a sequence of strings, got {names!r}")
+    if len({request.namespace, *names}) <= len(names):
+        raise ValueError(f"shared_namespaces must be distinct and others than {request.namespace!r}, got {list(names)}")
+    return names

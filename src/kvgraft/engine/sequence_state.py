@@ -32,6 +32,7 @@ class SequenceState:
         offer: what it leaves behind for others.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
         flow: how its decode steps attend; None is dense.
+        shared: scopes of other namespaces that it may graft from, see `scope`.
         shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
         matches_similar: whether near-duplicates of its prompt are grafted, too.
         forced: the end of the prompt, which is decoded token by token.
@@ -54,6 +55,7 @@ class SequenceState:
     sampler: Sampler
     text: IncrementalText
     flow: Flow | None = None
+    shared: tuple[bytes, ...] = ()
     shares_prefix: bool = True
     matches_similar: bool = False
     forced: deque[int] = field(default_factory=deque)
@@ -79,7 +81,8 @@ class SequenceState:
 
     @property
     def scope(self) -> bytes:
-        """Digest that isolates everything it may reuse or leave behind (model and namespace)."""
+        """Digest that isolates everything it leaves behind, and may reuse, but for what is `shared` (model and
+        namespace)."""
         return self.offer.scope
 
     @property
@@ -104,7 +107,7 @@ class SequenceState:
     @property
     def recovery_key(self) -> tuple[object, ...]:
         """How it recovers and attends: others that go on with its approximate KV do it in the same way."""
-        return str(self.policy), self.matches_similar, self.flow
+        return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
         """How far its first blocks are from exact KV, int16 [count]: see `Offer.depths`."""

@@ -59,7 +59,7 @@ class StoreTier:
         """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at most; whether any."""
         held = [*reuse.hits.values(), *{int(page) for match in reuse.matches for page in match.pages}]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
-        fetched = self.store.fetch(wanted, sequence.scope)
+        fetched = self.store.fetch(wanted, sequence.scope, *sequence.shared)
         blocks = [block for block in fetched if block and self._fits(block)]
         if not blocks:
             return False
@@ -71,7 +71,7 @@ class StoreTier:
         for block, page in zip(blocks, pages, strict=True):
             if block.exact:
                 self.pool.publish(page, block.chain)
-        register_restored(self.index, blocks, pages, sequence.scope)
+        register_restored(self.index, blocks, pages)
         self.pool.release(pages)
         sequence.report.counts["restored_blocks"] += len(blocks)
         return True
@@ -91,7 +91,8 @@ class StoreTier:
             free[block * size : (block + 1) * size] = False
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
-        grafts = wanted_grafts(self.store, self.index, prompt, scope, free, similar=sequence.matches_similar)
+        shared, similar = sequence.shared, sequence.matches_similar
+        grafts = wanted_grafts(self.store, self.index, prompt, scope, free, shared=shared, similar=similar)
         return list(dict.fromkeys([*exact, *grafts]))
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:

@@ -45,11 +45,15 @@ class ReuseIndex:
         """Whether near-duplicates are found."""
         return self.segments.similar is not None
 
-    def match(self, tokens: np.ndarray, scope: bytes, *, free: np.ndarray, similar: bool) -> list[Match]:
-        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set; `similar` adds near-duplicates."""
+    def match(
+        self, tokens: np.ndarray, scope: bytes, *, shared: Sequence[bytes] = (), free: np.ndarray, similar: bool
+    ) -> list[Match]:
+        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own scope, and of those
+        that are shared with it. `similar` adds near-duplicates."""
         return self.segments.match(
             tokens,
             scope,
+            shared=shared,
             free=free,
             similar=similar,
             max_depth=self.max_depth,

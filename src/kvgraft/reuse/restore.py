@@ -19,6 +19,7 @@ class Stored(Protocol):
         tokens: np.ndarray,
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         free: np.ndarray | None = None,
         require_clean_context: bool = False,
         similar: bool = False,
@@ -26,10 +27,12 @@ class Stored(Protocol):
 
 
 class RestoredBlock(Protocol):
-    """A block that came back: its tokens int32 [block_size], and where it stood."""
+    """A block that came back: its tokens int32 [block_size], whose it is, and where it stood."""
 
     @property
     def tokens(self) -> np.ndarray: ...
+    @property
+    def scope(self) -> bytes: ...
     @property
     def source(self) -> int: ...
     @property
@@ -57,25 +60,32 @@ def wanted_exact(
 
 
 def wanted_grafts(
-    stored: Stored, index: ReuseIndex, tokens: np.ndarray, scope: bytes, free: np.ndarray, *, similar: bool
+    stored: Stored,
+    index: ReuseIndex,
+    tokens: np.ndarray,
+    scope: bytes,
+    free: np.ndarray,
+    *,
+    shared: Sequence[bytes] = (),
+    similar: bool,
 ) -> list[int]:
-    """Numbers of stored blocks that could be grafted where `free` bool [T] is set, longest run first."""
+    """Numbers of stored blocks, of its own scope or of shared ones, that could be grafted where `free` bool [T] is set,
+    longest run first."""
     clean = index.require_clean_context
-    matches = stored.match(tokens, scope, free=free, require_clean_context=clean, similar=similar)
+    matches = stored.match(tokens, scope, shared=shared, free=free, require_clean_context=clean, similar=similar)
     runs = sorted(matches, key=lambda match: -match.length)
     return list(dict.fromkeys(page for match in runs for page in match.pages.tolist()))
 
 
-def register_restored(
-    index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int], scope: bytes
-) -> list[bool]:
-    """Let blocks that have come back into these pages be grafted. False for those that are known often enough."""
+def register_restored(index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int]) -> list[bool]:
+    """Let blocks that have come back into these pages be grafted, by those who may read their scopes. False for those
+    that are known often enough."""
     registered = [False] * len(blocks)
-    order = sorted(range(len(blocks)), key=lambda at: (blocks[at].source, blocks[at].source_start))
-    starts = [(blocks[at].source, blocks[at].source_start) for at in order]
+    order = sorted(range(len(blocks)), key=lambda at: (blocks[at].scope, blocks[at].source, blocks[at].source_start))
+    starts = [((blocks[at].scope, blocks[at].source), blocks[at].source_start) for at in order]
     for run in consecutive(starts, index.pool.block_size):
         tokens = np.concatenate([blocks[at].tokens for at in order[run]])
-        source, start = starts[run.start]
+        (scope, source), start = starts[run.start]
         found = index.register(tokens, [pages[at] for at in order[run]], source, start, scope)
         for at, known in zip(order[run], found, strict=True):
             registered[at] = known

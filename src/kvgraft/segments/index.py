@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
 @dataclass
 class _Prompt:
     tokens: np.ndarray  # int32 [T]
-    scope: bytes
+    scopes: tuple[bytes, ...]  # its own, then those that it may read
     max_depth: int  # of entries that may be used
     from_start: bool  # only runs that begin where their source begins
     unclaimed: bytearray  # [T], 1 where a token may still be grafted
@@ -27,13 +28,15 @@ class _Prompt:
 
 @dataclass
 class _Run:
-    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth."""
+    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth, all
+    of one scope: `rank` is its place among the prompt's."""
 
     start: int
     length: int
     source_start: int
     ids: list[int]
     depth: int
+    rank: int
 
 
 class VirtualBlockIndex:
@@ -115,6 +118,7 @@ class VirtualBlockIndex:
         tokens: np.ndarray,
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         free: np.ndarray | None = None,
         max_depth: int = 0,
         require_clean_context: bool = False,
@@ -122,13 +126,15 @@ class VirtualBlockIndex:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
-        earlier offset, then lower entry id); what others lose by that is cut off in whole blocks. Blocks of a greater
-        depth come after all others, for what is left. Then runs grow token by token into the neighbouring blocks of
-        their source.
+        earlier scope, then earlier offset, then lower entry id); what others lose by that is cut off in whole blocks.
+        Blocks of a greater depth come after all others, for what is left. Then runs grow token by token into the
+        neighbouring blocks of their source.
 
         Args:
             tokens: the prompt, int [T].
-            scope: `scope_digest` of model and namespace; entries of another scope are never found.
+            scope: `scope_digest` of model and the prompt's own namespace.
+            shared: those of other namespaces that it may read, in this order; entries of no other scope are found. Each
+                costs about as much time as the first one.
             free: bool [T], positions that may be grafted (None: all).
             max_depth: use blocks of at most this depth.
             require_clean_context: use only what its source began with. The KV of other text carries the context that
@@ -138,12 +144,18 @@ class VirtualBlockIndex:
         free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
         if free.dtype != bool or free.shape != tokens.shape:
             raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {tokens.shape}")
-        prompt = _Prompt(tokens, scope, max_depth, require_clean_context, unclaimed=bytearray(free.tobytes()))
-        starts, ids = self._candidates(prompt, free)
+        if len({scope, *shared}) <= len(shared):
+            raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in (scope, *shared)]}")
+        unclaimed = bytearray(free.tobytes())
+        prompt = _Prompt(tokens, (scope, *shared), max_depth, require_clean_context, unclaimed)
+        found = [self._candidates(prompt, free, known) for known in prompt.scopes]
+        starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
         depths = self._entries.depth[ids]
         runs: list[_Run] = []
         for depth in np.unique(depths).tolist():
-            runs += self._claim(prompt, starts[depths <= depth], ids[depths <= depth], depth)
+            usable = depths <= depth
+            runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], depth)
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
@@ -231,9 +243,9 @@ class VirtualBlockIndex:
         )
         return ids
 
-    def _candidates(self, prompt: _Prompt, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ids) of the live entries that may stand at a wholly free window: int64 [n], int32 [n]."""
-        keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(prompt.scope))
+    def _candidates(self, prompt: _Prompt, free: np.ndarray, scope: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ids) of the live entries of a scope that may stand at a wholly free window: int64 [n], int32 [n]."""
+        keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
@@ -245,31 +257,32 @@ class VirtualBlockIndex:
         equal = (entries.depth[ids] <= prompt.max_depth) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         starts, ids = starts[equal], ids[equal]
         offsets, rows = np.unique(starts, return_inverse=True)
-        authentic = (block_digests(windows[offsets], prompt.scope)[rows] == entries.digest[ids]).all(axis=1)
+        authentic = (block_digests(windows[offsets], scope)[rows] == entries.digest[ids]).all(axis=1)
         return starts[authentic], ids[authentic]
 
-    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, depth: int) -> list[_Run]:
-        """Form runs of the candidates, of at most this depth, and claim their positions, longest first."""
+    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int) -> list[_Run]:
+        """Form runs of the candidates, of at most this depth, and claim their positions, longest first. `ranks` are
+        those of their scopes; a source is of one scope."""
         source, source_start = self._entries.source[ids], self._entries.source_start[ids]
-        blocks = np.stack((source, source_start - starts, starts, ids), axis=1)  # [n, 4]
-        blocks = blocks[np.lexsort(blocks.T[::-1])]
+        blocks = np.stack((source, source_start - starts, starts, ids, ranks), axis=1)  # [n, 5]
+        blocks = blocks[np.lexsort(blocks.T[3::-1])]
         repeated = (np.diff(blocks[:, :3], axis=0) == 0).all(axis=1)
         blocks = np.delete(blocks, np.flatnonzero(repeated) + 1, axis=0)
         joined = (np.diff(blocks[:, :3], axis=0) == (0, 0, self.block_size)).all(axis=1)
         edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(blocks)]
-        offsets, entries = blocks[:, 2].tolist(), blocks[:, 3].tolist()
+        offsets, entries, ranked = (blocks[:, column].tolist() for column in (2, 3, 4))
         may_begin = (not prompt.from_start) | (self._entries.source_start[blocks[:, 3]] == 0)
         runs = []
-        for first, stop in longest_first(offsets, entries, edges, may_begin, prompt.unclaimed, self.block_size):
-            source_first, length = int(self._entries.source_start[entries[first]]), self.block_size * (stop - first)
-            runs.append(_Run(offsets[first], length, source_first, entries[first:stop], depth))
+        size, unclaimed = self.block_size, prompt.unclaimed
+        for first, stop in longest_first(offsets, entries, ranked, edges, may_begin, unclaimed, size):
+            source_first, length = int(self._entries.source_start[entries[first]]), size * (stop - first)
+            runs.append(_Run(offsets[first], length, source_first, entries[first:stop], depth, ranked[first]))
         return runs
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
         """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
-        depths = np.array([run.depth for run in runs], np.int16)
-        for run, neighbour in zip(runs, self._neighbours(prompt, edges, depths, step).tolist(), strict=True):
+        for run, neighbour in zip(runs, self._neighbours(prompt, runs, edges, step).tolist(), strict=True):
             if neighbour < 0:
                 continue
             position = run.start + run.length if step > 0 else run.start - 1
@@ -281,11 +294,14 @@ class VirtualBlockIndex:
                 run.ids.insert(0, neighbour)
                 run.start, run.source_start = run.start - count, run.source_start - count
 
-    def _neighbours(self, prompt: _Prompt, ids: np.ndarray, depths: np.ndarray, step: int) -> np.ndarray:
-        """The live entry next to each in its source, of at most this depth, verified as a candidate is, or -1: int32
-        [n]."""
+    def _neighbours(self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int) -> np.ndarray:
+        """The live entry next to each, the edge of a run, in its source, of at most the run's depth, verified as a
+        candidate of its scope is, or -1: int32 [runs]."""
         entries, near = self._entries, self._entries.adjacent(ids, step)
-        allowed = (near >= 0) & (entries.depth[near] <= depths)
-        digests = block_digests(entries.tokens[near[allowed]], prompt.scope)
-        allowed[allowed] = (digests == entries.digest[near[allowed]]).all(axis=1)
+        depths, ranks = (np.array([getattr(run, name) for run in runs], np.int16) for name in ("depth", "rank"))
+        usable, allowed = (near >= 0) & (entries.depth[near] <= depths), np.zeros(len(near), bool)
+        for rank, scope in enumerate(prompt.scopes):
+            rows = np.flatnonzero(usable & (ranks == rank))
+            digests = block_digests(entries.tokens[near[rows]], scope)
+            allowed[rows] = (digests == entries.digest[near[rows]]).all(axis=1)
         return np.where(allowed, near, -1)

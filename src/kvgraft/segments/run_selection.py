@@ -10,12 +10,14 @@ import numpy as np
 def longest_first(
     starts: list[int],
     ids: list[int],
+    ranks: list[int],
     edges: list[int],
     may_begin: np.ndarray,
     unclaimed: bytearray,
     block_size: int,
 ) -> Iterator[tuple[int, int]]:
-    """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions.
+    """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions. Of equally long
+    ones the one comes first whose first block has the lowest rank, then start, then id.
 
     A run between two edges that has lost blocks to a longer one is cut; its pieces compete again. A run that begins
     with a block that may not begin one (`may_begin`, bool [blocks]) is none.
@@ -28,7 +30,7 @@ def longest_first(
         return first < stop and bool(may_begin[first])
 
     runs = [(first, stop) for first, stop in pairwise(edges) if is_run(first, stop)]
-    heap = [(first - stop, starts[first], ids[first], first, stop) for first, stop in runs]
+    heap = [(first - stop, ranks[first], starts[first], ids[first], first, stop) for first, stop in runs]
     heapq.heapify(heap)
     while heap:
         *_, first, stop = heapq.heappop(heap)
@@ -40,7 +42,7 @@ def longest_first(
         for before, after in pairwise([first - 1, *lost, stop]):
             piece = before + 1
             if is_run(piece, after):
-                heapq.heappush(heap, (piece - after, starts[piece], ids[piece], piece, after))
+                heapq.heappush(heap, (piece - after, ranks[piece], starts[piece], ids[piece], piece, after))
 
 
 def grow(block: np.ndarray, tokens: np.ndarray, unclaimed: bytearray, position: int, step: int) -> int:

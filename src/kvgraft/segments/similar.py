@@ -106,6 +106,7 @@ class SimilarIndex:
         tokens: np.ndarray,
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         free: np.ndarray | None = None,
         max_depth: int = 0,
         require_clean_context: bool = False,
@@ -114,6 +115,7 @@ class SimilarIndex:
         exact = self.blocks.match(
             tokens,
             scope,
+            shared=shared,
             free=free,
             max_depth=max_depth,
             require_clean_context=require_clean_context,
@@ -123,8 +125,9 @@ class SimilarIndex:
         for match in exact:
             unclaimed[match.start : match.start + match.length] = False
         matches = exact
-        for region in self._regions(tokens, unclaimed, scope):
-            matches += self._graft(tokens, region, unclaimed, scope, max_depth, require_clean_context)
+        regions = [region for known in (scope, *shared) for region in self._regions(tokens, unclaimed, known)]
+        for region in sorted(regions, key=lambda region: region.start - region.stop):  # of equal ones its own first
+            matches += self._graft(tokens, region, unclaimed, max_depth, require_clean_context)
         return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
@@ -187,7 +190,7 @@ class SimilarIndex:
             near = [last.get((source, shift // coarse + step)) for step in (0, -1, 1)]
             joined = next((r for r in near if r is not None and start <= r.stop + self.options.window_tokens), None)
             if joined is None:
-                joined = _Region(start, stop, source_start, entry)
+                joined = _Region(start, stop, source_start, entry, scope)
                 regions.append(joined)
             joined.stop = max(joined.stop, stop)
             last[source, shift // coarse] = joined
@@ -198,7 +201,6 @@ class SimilarIndex:
         tokens: np.ndarray,
         region: "_Region",
         unclaimed: np.ndarray,
-        scope: bytes,
         max_depth: int,
         from_start: bool,
     ) -> list[Match]:
@@ -210,7 +212,7 @@ class SimilarIndex:
             return []
         margin = options.window_tokens + options.tolerance_tokens
         after = -(-(region.stop - region.start + margin + size) // size)
-        ids = self.blocks.around(region.entry, -(-margin // size), after, scope, max_depth)
+        ids = self.blocks.around(region.entry, -(-margin // size), after, region.scope, max_depth)
         if not len(ids):
             return []
         origin = int(entries.source_start[ids[0]])
@@ -235,6 +237,7 @@ class _Region:
     stop: int
     source_start: int
     entry: int
+    scope: bytes
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the AP
 _LABEL_LENGTH = 8  # hexadecimal digits
 SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
-_OWN_FIELDS = ("policy", "reuse", "match", "namespace")
+_OWN_FIELDS = ("policy", "reuse", "match", "namespace", "shared")
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,19 @@ class RequestOptions:
         reuse: False takes exact prefix hits only, and computes everything else.
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
+        shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
     """
 
     policy: Policy
     reuse: bool = True
     namespace: str = ""
     match_similar: bool = False
+    shared: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
         """From `{"policy": name, "reuse": "auto" | "exact" | "off", "match": "exact" | "similar", "namespace": text,
-        <policy option>: value}`, all optional. `off` is another word for `exact`.
+        "shared": [text, ...], <policy option>: value}`, all optional. `off` is another word for `exact`.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
 
@@ -65,7 +67,7 @@ class RequestOptions:
         policy = _changed(base, options)
         if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
             raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
-        return cls(policy, reuse == "auto", namespace, similar)
+        return cls(policy, reuse == "auto", namespace, similar, _shared(given.get("shared")))
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,19 @@ def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
         return with_options(policy, options)
     except UnknownOption as error:
         raise ValueError(f"{error}; a request itself has {', '.join(_OWN_FIELDS)}") from error
+
+
+def _shared(names: Any) -> tuple[str, ...] | None:
+    """The shared namespaces that a request names; ValueError unless they are distinct names in a list."""
+    if names is None:
+        return None
+    if not isinstance(names, list):
+        raise ValueError(f"shared must be a list of names, got {str(names)[:40]!r}")
+    for name in names:
+        check_name("shared: a name", name)
+    if len(set(names)) < len(names):
+        raise ValueError("shared has a name twice")
+    return tuple(names)
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:

@@ -1,6 +1,7 @@
 """The gate to the engine, for what no HTTP request reaches; test_server.py drives it from outside."""
 
 import asyncio
+import contextvars
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
-from kvgraft.vllm.options import Report, RequestOptions
+from kvgraft.vllm.granted import GRANTED, granted_salts
+from kvgraft.vllm.options import CONTROL_TOKEN, Report, RequestOptions
 from kvgraft.vllm.server.engine_client import CURRENT, NOT_RESET, PARAMS, Call, GuardedEngineClient
+from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
-from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
+from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
+from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
 
 ALICE = Tenant.of("alice")
+GRANTS = Grants(["wiki=alice", "law=*", "hidden=bob"], Keyring(Keys(("alice", "bob"), "admin")))
 REPORT = Report(policy="naive", prompt_tokens=1, fresh_tokens=1, spans=[[0, 1, "fresh"]])
 
 
@@ -72,7 +77,7 @@ def salts() -> Salts:
 @pytest.fixture
 def engine(salts: Salts) -> Engine:
     engine = Engine()
-    GuardedEngineClient(engine, salts, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
+    GuardedEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
     return engine
 
 
@@ -90,6 +95,37 @@ def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(engine: E
     assert admit(engine, request(), call) == salts.of(ALICE, "", "what the client said")
     assert admit(engine, request(namespace="n"), call) == salts.of(ALICE, "n", "what the client said")
     assert admit(engine, request(), Call(Principal(ALICE), "", salt="chosen")) == "chosen"
+
+
+def granted(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> tuple[str, ...]:
+    """The cache keys of the namespaces that the engine lets a request read."""
+    salt = admit(engine, sent, call)
+    assert sent.sampling_params is not None
+    params = (sent.sampling_params.extra_args or {}).get(PARAMS) or {}
+    return granted_salts(params.get(GRANTED), salt or "")
+
+
+def test_what_is_shared_with_a_tenant_goes_with_its_requests(
+    engine: Engine, salts: Salts, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(CONTROL_TOKEN, "secret")
+    call, wiki, law = Call(Principal(ALICE), "/v1/completions"), salts.of(SHARED, "wiki"), salts.of(SHARED, "law")
+    assert granted(engine, request(), call) == granted(engine, request(namespace="n"), call) == (wiki, law)
+    assert granted(engine, request(shared=["law", "wiki"]), call) == (law, wiki)
+    assert granted(engine, request(shared=[]), call) == granted(engine, request(), None) == ()
+    assert granted(engine, request(), Call(Principal(Tenant.of("bob")), "")) == (law, salts.of(SHARED, "hidden"))
+    assert granted(engine, request(), Call(Principal(ALICE, is_admin=True), "", salt="chosen")) == ()
+    assert engine.requests[0].sampling_params.extra_args[PARAMS].keys() == {GRANTED}
+
+
+def test_what_is_not_shared_with_a_tenant_is_refused_like_what_does_not_exist(engine: Engine):
+    def ask(name: str) -> None:
+        CURRENT.set(Call(Principal(ALICE), "/v1/completions"))
+        engine.generate("the", SamplingParams(extra_args={PARAMS: {"kvgraft": {"shared": [name]}}}), "r")
+
+    for name in ("hidden", "none"):
+        with pytest.raises(NotGranted, match=f"^shared: no namespace '{name}' for this key: it has wiki, law$"):
+            contextvars.copy_context().run(ask, name)
 
 
 def test_a_request_of_nobody_shares_nothing(engine: Engine):

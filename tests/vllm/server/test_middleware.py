@@ -15,8 +15,11 @@ from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.server.engine_client import CURRENT, parse_params
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.middleware import MAX_BODY, ServerMiddleware
+from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
+KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
+GRANTS = Grants([f"wiki={ALICE}", f"law={BOB}"], KEYRING)
 DEFAULT = RequestOptions(parse_policy("sparsex"))
 REPORT = {"policy": "naive", "grafted_tokens": 3}
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
@@ -36,7 +39,7 @@ async def converse(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await ServerMiddleware(app, Keyring(Keys((ALICE, BOB), ADMIN)), DEFAULT)(scope(key, headers), receive, send)
+    await ServerMiddleware(app, KEYRING, GRANTS, DEFAULT)(scope(key, headers), receive, send)
     return sent
 
 
@@ -131,6 +134,11 @@ BAD_PARAMS = [
     ({"kvgraft": {"policy": "magic"}}, "unknown policy 'magic'"),
     ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no option 'topk'"),
     ({"kvgraft": {"reuse": False}}, "reuse must be 'auto', 'exact' or 'off'"),
+    ({"kvgraft": {"shared": "wiki"}}, "shared must be a list of names, got 'wiki'"),
+    ({"kvgraft": {"shared": [""]}}, "shared: a name must be a printable string of 1 to 128 characters, got ''"),
+    ({"kvgraft": {"shared": ["wiki", 3]}}, "shared: a name must be a printable string"),
+    ({"kvgraft": {"shared": ["wiki", "wiki"]}}, "shared has a name twice"),
+    ({"kvgraft": {}, "kvgraft_granted": {}}, "no field 'kvgraft_granted'"),
     ({"kvgraft": {"namespace": "a\n"}}, "namespace must be a printable string"),
     ({"kvgraft": {"namespace": "n" * 129}}, "namespace must be a printable string"),
 ]
@@ -143,6 +151,19 @@ def test_bad_options_are_refused_before_the_application_by_name(params: Any, mes
     error = json.loads(text)["error"]
     assert (status, error["code"], error["param"]) == (400, 400, "kv_transfer_params.kvgraft")
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(("key", "name", "status"), [(ALICE, "wiki", 200), (BOB, "wiki", 404), (BOB, "none", 404)])
+def test_what_is_not_shared_with_a_key_is_refused_before_the_application(key: str, name: str, status: int):
+    body = json.dumps({"stream": True, "kv_transfer_params": {"kvgraft": {"shared": [name]}}}).encode()
+    got, text = status_and_text(asyncio.run(converse(echo, part(body), key=key)))
+    assert got == status
+    assert status == 200 or json.loads(text)["error"] == {
+        "message": f"shared: no namespace '{name}' for this key: it has law",
+        "type": "Not Found",
+        "param": "kv_transfer_params.kvgraft.shared",
+        "code": 404,
+    }
 
 
 def test_an_error_does_not_repeat_more_than_a_line_of_what_was_sent():
@@ -216,7 +237,7 @@ def test_a_stream_passes_chunk_by_chunk_as_it_comes():
         async def receive() -> dict[str, Any]:
             return part(b"")
 
-        middleware = ServerMiddleware(app, Keyring(Keys((ALICE,))), DEFAULT)
+        middleware = ServerMiddleware(app, (keyring := Keyring(Keys((ALICE,)))), Grants((), keyring), DEFAULT)
         await asyncio.wait_for(middleware(scope(ALICE), receive, send), 30)
         assert bodies(sent) == [b"first", b"second"]
 

@@ -98,7 +98,7 @@ def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(adm
 
 
 def test_more_than_a_tenant_may_freeze_is_a_409_and_changes_nothing(admin: httpx.Client, texts: Any):
-    """Half of the capacity, as there are two tenants."""
+    """Half of the capacity, as this server's flags say."""
     freeze(admin, ALICE, "0", text=texts.document(4000))
     for namespace in ("", "wide"):
         wanted = {"name": "1", "tenant": LABELS[ALICE], "text": texts.document(4000), "namespace": namespace}
@@ -121,7 +121,7 @@ def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin:
 
 def test_tenants_are_listed_by_label_and_one_must_be_named(admin: httpx.Client):
     tenants = admin.get("/v1/kvgraft/tenants").json()["tenants"]
-    assert [tenant["tenant"] for tenant in tenants] == list(LABELS.values())
+    assert [tenant["tenant"] for tenant in tenants] == [*LABELS.values(), "shared"]
     for answer in (admin.get(PATH), admin.post(PATH, json={"name": "x", "text": "the"})):
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith("name a tenant: ")

@@ -1,7 +1,7 @@
 """Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how they are stored."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -89,6 +89,7 @@ class StoredBlock:
         payload: by name, [streams, block_size, d] in the dtype in which it was put. Views of the store's own memory:
             to be read only.
         tokens: int32 [block_size].
+        scope: the chunk's.
         chain: its `chain_hashes` key.
         source, source_start: where its first token stood.
         exact: bit for bit what was put; False where it was kept as int8.
@@ -96,6 +97,7 @@ class StoredBlock:
 
     payload: Payload
     tokens: np.ndarray
+    scope: bytes
     chain: bytes
     source: int
     source_start: int
@@ -184,7 +186,8 @@ class Record:
             for name, (dtype, _) in self.tensors.items():
                 payload[name] = dequantise(payload[name], stored[name + _SCALE], getattr(torch, dtype))
         start = chunk.source_start + span.start
-        return StoredBlock(payload, chunk.tokens[span], chunk.chains[place], chunk.source, start, not self.int8)
+        names = chunk.scope, chunk.chains[place], chunk.source
+        return StoredBlock(payload, chunk.tokens[span], *names, start, not self.int8)
 
     def encode(self) -> bytes:
         """JSON that says everything about the chunk but its payload; equal for equal records."""
@@ -222,7 +225,7 @@ def nbytes(payload: Payload) -> int:
     return sum(tensor.nbytes for tensor in payload.values())
 
 
-def consecutive(starts: Sequence[tuple[int, int]], size: int) -> Iterator[slice]:
+def consecutive(starts: Sequence[tuple[Hashable, int]], size: int) -> Iterator[slice]:
     """Stretches of blocks of one source that follow each other there, of (source, position of the first token) each."""
     first = 0
     for stop in range(1, len(starts) + 1):

@@ -58,11 +58,11 @@ class Register:
         """The record of a chunk."""
         return self._records[self._numbers[key]] if key in self._numbers else None
 
-    def find(self, block: int, scope: bytes) -> tuple[Record, int] | None:
-        """The record that has a block, and its place there; None if it is gone or of another scope."""
+    def find(self, block: int, *scopes: bytes) -> tuple[Record, int] | None:
+        """The record that has a block, and its place there; None if it is gone or of none of these scopes."""
         number, place = divmod(int(block), self.chunk_blocks)
         record = self._records.get(number)
-        if record is None or record.chunk.scope != scope or place >= record.chunk.num_blocks:
+        if record is None or record.chunk.scope not in scopes or place >= record.chunk.num_blocks:
             return None
         return record, place
 
@@ -106,12 +106,14 @@ class Register:
         tokens: np.ndarray,
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         free: np.ndarray | None = None,
         require_clean_context: bool = False,
         similar: bool = False,
     ) -> list[Match]:
         """What of a prompt is stored: matches whose pages are block numbers (`VirtualBlockIndex.match`)."""
-        return self._index.match(tokens, scope, similar=similar, free=free, require_clean_context=require_clean_context)
+        wanted = {"shared": shared, "free": free, "require_clean_context": require_clean_context}
+        return self._index.match(tokens, scope, similar=similar, **wanted)
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
         """The block of exact payload that has each chain, or -1."""

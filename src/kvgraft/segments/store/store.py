@@ -171,6 +171,7 @@ class SegmentStore:
         tokens: np.ndarray,
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         free: np.ndarray | None = None,
         require_clean_context: bool = False,
         similar: bool = False,
@@ -182,7 +183,7 @@ class SegmentStore:
         with self._lock:
             self._look_around()
             return self._register.match(
-                tokens, scope, free=free, require_clean_context=require_clean_context, similar=similar
+                tokens, scope, shared=shared, free=free, require_clean_context=require_clean_context, similar=similar
             )
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
@@ -191,11 +192,12 @@ class SegmentStore:
             self._look_around()
             return self._register.prefix(chain_keys, scope)
 
-    def fetch(self, blocks: Sequence[int], scope: bytes) -> list[StoredBlock | None]:
-        """The blocks of these numbers, None for each that is gone or of another scope. Each chunk is read once."""
+    def fetch(self, blocks: Sequence[int], *scopes: bytes) -> list[StoredBlock | None]:
+        """The blocks of these numbers, None for each that is gone or of none of these scopes. Each chunk is read
+        once."""
         with self._lock:
             self._look_around(others=False)
-            return self._fetch([self._register.find(block, scope) for block in blocks])
+            return self._fetch([self._register.find(block, *scopes) for block in blocks])
 
     def fetch_from(self, places: Sequence[tuple[bytes, int]]) -> list[StoredBlock | None]:
         """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks."""

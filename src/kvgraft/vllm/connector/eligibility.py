@@ -6,6 +6,7 @@ from typing import Any
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Similar
+from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 
 logger = logging.getLogger("kvgraft")
@@ -25,18 +26,23 @@ class ReuseEligibility:
         self._residual_layers = residual_layers
         self._num_ranks = num_ranks
 
-    def of(self, request: Any) -> tuple[RequestOptions | Control, str | None]:
-        """Options and, if it must not graft, the reason. Wrong parameters are a reason, too."""
+    def of(self, request: Any) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
+        """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
+        namespaces that it may graft from."""
         try:
-            given = (request.kv_transfer_params or {}).get(KEY, {})
+            params = request.kv_transfer_params or {}
+            given = params.get(KEY, {})
             if "control" in given:
-                return Control.parse(given["control"]), "control"
+                return Control.parse(given["control"]), "control", ()
             options = RequestOptions.parse(given, self._default)
+            salts = granted_salts(params.get(GRANTED), request.cache_salt or "")
+            if len(salts) < len(options.shared or ()):
+                raise ValueError("shared namespaces are granted by `kvgraft serve` only")
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
-            return self._default, "invalid_params"
+            return self._default, "invalid_params", ()
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
-        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks)
+        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks), salts
 
 
 def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:

@@ -60,7 +60,7 @@ class Planner:
             return None, kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
-        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
+        matches = self._match(state, tokens, free)
         reason = "too_little_known" if matches else "no_known_text"
         if matches:
             matches = self._choose(state, matches, len(tokens), num_prefix)
@@ -77,7 +77,7 @@ class Planner:
         """Stretches of a prompt that were read before, each in one piece, and none too short; not its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
         free = np.ones(len(tokens), bool)
-        matches = self.index.match(tokens, state.offer.scope, free=free, similar=state.matches_similar)
+        matches = self._match(state, tokens, free)
         return [match for match in matches if match.length >= SHORTEST_DOCUMENT]
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
@@ -112,6 +112,11 @@ class Planner:
             self.frozen.delete(entry.name, entry.namespace)
         self.index.clear()
         return True
+
+    def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
+        """What a request may graft."""
+        scope, similar = state.offer.scope, state.matches_similar
+        return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar)
 
     def _choose(self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int) -> list[Match]:
         """Those that are worth it; what was expected is reported."""

@@ -39,6 +39,7 @@ class RequestState:
         whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
         options: what it asked for; a `Control` is an operation on the frozen pool.
         offer: what it leaves behind for others.
+        shared: scopes of the namespaces that it may graft from beside its own.
         refusal: why it must not graft, or None.
         reason: why nothing was grafted so far.
         candidate: the plan that was made while it waits.
@@ -61,6 +62,7 @@ class RequestState:
     options: RequestOptions | Control
     offer: Offer
     refusal: str | None = None
+    shared: tuple[bytes, ...] = ()
     reason: str | None = None
     candidate: Candidate | None = None
     prefix: list[int] = field(default_factory=list)

@@ -115,13 +115,14 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
         scope = scope_digest(self._model, request.cache_salt or "")
-        options, refusal = self._eligibility.of(request)
-        state = RequestState(request, options, Offer(scope), refusal)
+        options, refusal, salts = self._eligibility.of(request)
+        shared = tuple(scope_digest(self._model, salt) for salt in salts)
+        state = RequestState(request, options, Offer(scope), refusal, shared)
         self._requests[request.request_id] = state
         most = request.num_prompt_tokens + request.max_tokens
         follows = self._flow is not None and self._flow.reaches(most)
         if self.settings.continuation and refusal is None and isinstance(options, RequestOptions):
-            state.recovery_key = str(options.policy), options.match_similar, follows
+            state.recovery_key = str(options.policy), options.match_similar, follows, shared
         if follows:
             state.num_exact = request.num_prompt_tokens
             state.offer.reset(state.num_exact)

@@ -61,7 +61,8 @@ class StoreScheduler:
         if len(self._ready) < self._num_ranks:
             return True
         wanted, hashes = self._wanted(state, num_prefix, grafts)
-        found = [(number, self._register.find(number, state.offer.scope)) for number in wanted[: max(num_spare, 0)]]
+        scopes = state.offer.scope, *state.shared
+        found = [(number, self._register.find(number, *scopes)) for number in wanted[: max(num_spare, 0)]]
         coming = [_Coming(held[0], held[1], hashes.get(number)) for number, held in found if held is not None]
         state.load = self._num_loads = self._num_loads + 1
         if coming:
@@ -123,10 +124,10 @@ class StoreScheduler:
             return list(hashes), hashes
         free = np.ones(len(tokens), bool)
         free[: max((block + 1) * size for block in exact.values()) if exact else num_prefix] = False
-        index, similar = self.known.index, state.matches_similar
-        for match in index.match(tokens, scope, free=free, similar=similar):
+        index, shared, similar = self.known.index, state.shared, state.matches_similar
+        for match in index.match(tokens, scope, shared=shared, free=free, similar=similar):
             free[match.start : match.start + match.length] = False
-        grafted = wanted_grafts(self._register, index, tokens, scope, free, similar=similar)
+        grafted = wanted_grafts(self._register, index, tokens, scope, free, shared=shared, similar=similar)
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
@@ -141,7 +142,7 @@ class StoreScheduler:
                 self._register.remove(block.record.key)
         if here:
             blocks, pages = zip(*here, strict=True)
-            registered = register_restored(self.known.index, blocks, pages, blocks[0].record.chunk.scope)
+            registered = register_restored(self.known.index, blocks, pages)
             found = zip(here, registered, strict=True)
             pool.forget([page for (block, page), known in found if block.block_hash is None and not known])
         pool.release(load.blocks)
@@ -154,6 +155,11 @@ class _Coming:
     record: Record
     place: int
     block_hash: bytes | None
+
+    @property
+    def scope(self) -> bytes:
+        """Of whose text it is."""
+        return self.record.chunk.scope
 
     @property
     def source(self) -> int:

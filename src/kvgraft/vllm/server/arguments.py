@@ -17,6 +17,8 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
+from kvgraft.vllm.server.sharing import FLAG, Grants
+from kvgraft.vllm.server.tenancy import Keyring
 from kvgraft.vllm.settings import KVGraftSettings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
@@ -77,7 +79,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args.worker_cls = WORKER_CLASS
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
     KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
-    Keys.of(args)
+    grants = Grants.of(args, Keyring(Keys.of(args)))
+    args.kvgraft_share = grants.as_arguments or None  # vLLM logs its arguments
     return args
 
 
@@ -131,8 +134,7 @@ def _make_parser() -> FlexibleArgumentParser:
     for flag, kind, text in _PLAIN:
         group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
     group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
-    group.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
-    group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
+    _add_owners(group)
     group.add_argument(
         "--kvgraft-head-map",
         help="Instead of reuse: keep only sinks and windows of the heads that this map calls local (profile-heads).",
@@ -146,6 +148,18 @@ def _make_parser() -> FlexibleArgumentParser:
     )
     group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
+
+
+def _add_owners(group: Any) -> None:
+    """Flags about whose text is whose."""
+    group.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
+    group.add_argument(
+        FLAG,
+        action="append",
+        metavar="NAME=KEY,KEY",
+        help="Let these API keys (or their labels; *: all) graft from a namespace that the admin fills; repeatable.",
+    )
+    group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
 
 
 def _refuse_name(now: str, _: str) -> None:

@@ -1,6 +1,6 @@
 """The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's cache key."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,8 +12,10 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvgraft.vllm.compat.reports import StoppedReports
+from kvgraft.vllm.granted import GRANTED, granted_params
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 from kvgraft.vllm.server.request_log import Entry, RequestLog
+from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
 PARAMS = "kv_transfer_params"
@@ -68,8 +70,10 @@ class GuardedEngineClient:
         client: vLLM's `AsyncLLM`; three of its entrances are replaced on this instance, one of its output processor.
     """
 
-    def __init__(self, client: Any, salts: Salts, request_log: RequestLog, default: RequestOptions) -> None:
-        self._salts, self._request_log, self._default = salts, request_log, default
+    def __init__(
+        self, client: Any, salts: Salts, grants: Grants, request_log: RequestLog, default: RequestOptions
+    ) -> None:
+        self._salts, self._grants, self._request_log, self._default = salts, grants, request_log, default
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._stopped = StoppedReports(client.output_processor)
@@ -80,15 +84,17 @@ class GuardedEngineClient:
 
         Raises:
             VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params` allows.
+            NotGranted: they name a shared namespace that is not granted to the caller.
         """
-        params = _params_of(sampling_params)
+        params, call = _params_of(sampling_params), CURRENT.get()
         if params is not None:
             try:
-                parse_params(params, self._default)
+                options = parse_params(params, self._default)
+                if call is not None:
+                    self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter=f"{PARAMS}.{KEY}") from error
         outputs = self._generate(prompt, sampling_params, *args, **kwargs)
-        call = CURRENT.get()
         if call is None:
             return outputs
         call.reports.append(None)
@@ -96,7 +102,7 @@ class GuardedEngineClient:
         return self._watch(call, len(call.reports) - 1, outputs)
 
     async def admit(self, request: Any) -> None:
-        """Set the cache key of an `EngineCoreRequest` and send it to the engine."""
+        """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to the engine."""
         call = CURRENT.get()
         if call is None:
             request.cache_salt = self._salts.nobody()
@@ -105,7 +111,16 @@ class GuardedEngineClient:
         else:
             given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
             request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
+            self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
         await self._admit(request)
+
+    def _share(self, request: Any, names: Sequence[str]) -> None:
+        """Let a request graft from these shared namespaces."""
+        if names and request.sampling_params is not None:  # others never graft
+            salts = [self._salts.of(SHARED, name) for name in names]
+            granted = {GRANTED: granted_params(request.cache_salt, salts)}
+            params, extra = _params_of(request.sampling_params) or {}, request.sampling_params.extra_args or {}
+            request.sampling_params.extra_args = {**extra, PARAMS: {**params, **granted}}
 
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all that runs, cannot

@@ -12,6 +12,7 @@ from kvgraft.vllm.options import KEY, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
 from kvgraft.vllm.server.engine_client import CURRENT, PARAMS, Call, parse_params
 from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 
 MAX_BODY = 32 << 20  # bytes
@@ -27,8 +28,8 @@ class ServerMiddleware:
         default: what a request that says nothing gets; it may change the options of that policy.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, default: RequestOptions) -> None:
-        self._app, self._keyring, self._default = app, keyring, default
+    def __init__(self, app: ASGIApp, keyring: Keyring, grants: Grants, default: RequestOptions) -> None:
+        self._app, self._keyring, self._grants, self._default = app, keyring, grants, default
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -42,7 +43,7 @@ class ServerMiddleware:
                 body = None
             else:
                 body = await _read_body(Headers(scope=scope), receive)
-                self._check(body)
+                self._check(body, principal)
         except Refused as refused:
             await _refuse(refused, scope, receive, send)
             return
@@ -78,7 +79,7 @@ class ServerMiddleware:
             raise Refused(403, "this needs the admin key") if self._keyring.has_admin else Refused(503, _NO_ADMIN)
         return principal
 
-    def _check(self, body: bytes) -> None:
+    def _check(self, body: bytes, principal: Principal) -> None:
         """Refuse bad options here, where a stream still can be: as a status, not within the stream.
 
         The guard of the engine checks again, so a body that is not understood here may pass.
@@ -91,7 +92,9 @@ class ServerMiddleware:
             return
         if params is not None:
             try:
-                parse_params(params, self._default)
+                self._grants.names_for(principal.tenant, parse_params(params, self._default).shared)
+            except NotGranted as error:
+                raise Refused(404, str(error), param=f"{PARAMS}.{KEY}.shared") from error
             except ValueError as error:
                 raise Refused(400, str(error), param=f"{PARAMS}.{KEY}") from error
 

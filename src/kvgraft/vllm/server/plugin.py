@@ -34,7 +34,7 @@ class ServerPlugin:
         app.include_router(segments.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
-        app.add_middleware(ServerMiddleware, keyring=state.keyring, default=state.default)
+        app.add_middleware(ServerMiddleware, keyring=state.keyring, grants=state.grants, default=state.default)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""

@@ -9,6 +9,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, Tokeni
 from kvgraft.vllm.options import MAX_NAME, Control, check_name
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.server_state import ServerState
+from kvgraft.vllm.server.sharing import SHARED
 from kvgraft.vllm.server.tenancy import Tenant
 
 MAX_TEXT = 2 << 20  # characters
@@ -63,7 +64,7 @@ class Freeze(BaseModel):
 @router.post(PATH)
 async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
     """Compute a document and keep it; the answer names it, and how many there are."""
-    tenant = _tenant(request, wanted.tenant)
+    tenant = _owner(request, wanted.tenant, wanted.namespace)
     token_ids = await _token_ids(wanted, request)
     return await _operate(request, tenant, wanted.namespace, Control("freeze", wanted.name), token_ids)
 
@@ -73,7 +74,7 @@ async def list_segments(
     request: Request, tenant: Annotated[Label | None, Query()] = None, namespace: Annotated[Namespace, Query()] = ""
 ) -> dict[str, Any]:
     """All frozen segments of a tenant's namespace."""
-    return await _operate(request, _tenant(request, tenant), namespace, Control("list"))
+    return await _operate(request, _owner(request, tenant, namespace), namespace, Control("list"))
 
 
 @router.delete(PATH + "/{name:path}")
@@ -84,13 +85,17 @@ async def delete(
     namespace: Annotated[Namespace, Query()] = "",
 ) -> dict[str, Any]:
     """Let a segment go."""
-    return await _operate(request, _tenant(request, tenant), namespace, Control("delete", name))
+    return await _operate(request, _owner(request, tenant, namespace), namespace, Control("delete", name))
 
 
 @router.get("/v1/kvgraft/tenants")
 async def tenants(request: Request) -> dict[str, Any]:
-    """Whom segments can belong to."""
-    return {"tenants": [{"tenant": tenant.label} for tenant in _state(request).keyring.tenants]}
+    """Whom segments can belong to; shared namespaces are those of a tenant that nobody is."""
+    state = _state(request)
+    listed: list[dict[str, Any]] = [{"tenant": tenant.label} for tenant in state.keyring.tenants]
+    if state.grants.names:
+        listed.append({"tenant": SHARED.label, "namespaces": list(state.grants.names)})
+    return {"tenants": listed}
 
 
 async def _operate(
@@ -114,11 +119,11 @@ async def _token_ids(wanted: Freeze, request: Request) -> list[int]:
     return answer.tokens
 
 
-def _tenant(request: Request, label: str | None) -> Tenant:
+def _owner(request: Request, label: str | None, namespace: str) -> Tenant:
     try:
-        return _state(request).keyring.tenant(label)
+        return _state(request).owner(label, namespace)
     except ValueError as error:
-        raise Refused(400, str(error), param="tenant") from error
+        raise Refused(400, str(error), param="namespace" if label == SHARED.label else "tenant") from error
 
 
 def _state(request: Request) -> ServerState:

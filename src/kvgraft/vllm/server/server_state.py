@@ -8,7 +8,8 @@ from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
-from kvgraft.vllm.server.tenancy import Keyring, Salts
+from kvgraft.vllm.server.sharing import SHARED, Grants
+from kvgraft.vllm.server.tenancy import Keyring, Salts, Tenant
 from kvgraft.vllm.settings import KVGraftSettings
 
 
@@ -23,14 +24,14 @@ class ServerState:
         if (getattr(args, "api_server_count", None) or 1) > 1:
             raise ValueError("one API server process only: each would have its own cache keys and its own records")
         self.keyring = Keyring(Keys.of(args))
+        self.grants = Grants.of(args, self.keyring)
         self.settings = _settings(args)
         self.default = self.settings.default
         store = self.settings.store
         self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
         self.request_log = RequestLog(self.keyring.tenants)
-        self.segments = FrozenSegments(
-            lambda: self.engine_client, self.settings.frozen_quota or 1 / len(self.keyring.tenants)
-        )
+        num_owners = len(self.keyring.tenants) + bool(self.grants.names)
+        self.segments = FrozenSegments(lambda: self.engine_client, self.settings.frozen_quota or 1 / num_owners)
         self._engine_client: GuardedEngineClient | None = None
 
     @property
@@ -44,9 +45,24 @@ class ServerState:
             raise RuntimeError("the API server has no engine yet")
         return self._engine_client
 
+    def owner(self, label: str | None, namespace: str) -> Tenant:
+        """Whose segments the admin means: those of a tenant (None: the only one), or shared ones.
+
+        Raises:
+            ValueError: there is no such tenant or shared namespace; the message says which there are.
+        """
+        if label != SHARED.label:
+            return self.keyring.tenant(label)
+        if namespace not in self.grants.names:
+            known = ", ".join(self.grants.names) or "none"
+            raise ValueError(f"no shared namespace {namespace!r}: there are {known}")
+        return SHARED
+
     def connect(self, engine_client: Any) -> None:
         """Guard the engine client that the routes of this server use."""
-        self._engine_client = GuardedEngineClient(engine_client, self.salts, self.request_log, self.default)
+        self._engine_client = GuardedEngineClient(
+            engine_client, self.salts, self.grants, self.request_log, self.default
+        )
 
 
 def _settings(args: Namespace) -> KVGraftSettings:
