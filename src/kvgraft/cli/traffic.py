@@ -30,7 +30,7 @@ def analyze(
     ] = "unlimited",
     per_session: Annotated[bool, typer.Option("--per-session", help="Every session has a cache of its own.")] = False,
     match: Annotated[str, typer.Option(help="exact, or similar: near-duplicates, too.")] = "exact",
-    max_depth: Annotated[int, typer.Option(help="Of what is grafted from: 0 is exact KV only.")] = 2,
+    max_depth: Annotated[int, typer.Option(help="Of what is grafted from: 0 is exact KV only.")] = 4,
     costs: Annotated[str, typer.Option(help="By which it is decided what to graft: tokens, or a file of them.")] = (
         "tokens"
     ),

@@ -10,7 +10,7 @@ from kvgraft.segments.matches import Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 
-MAX_DEPTH = 2  # docs/results/conversations.md
+MAX_DEPTH = 4  # docs/results/conversations.md
 
 
 class ReuseIndex:
