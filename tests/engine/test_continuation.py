@@ -62,27 +62,27 @@ def test_the_next_turn_goes_on_with_all_of_the_last_one(engine: Engine):
 def test_it_reads_what_the_last_turn_has_left(engine: Engine):
     prompt = second_turn(engine, Naive())
     expected = ask(engine, prompt, Naive(), remember=False)
-    engine.memory.cache.values[:, approximate_slots(engine)] += 1.0
+    engine.memory.cache.values[:, grafted_slots(engine)] += 1.0
     changed = ask(engine, prompt, Naive(), remember=False)
     assert changed.report.continued_tokens == expected.report.continued_tokens > 0
     assert float((changed.first_logits - expected.first_logits).abs().max()) > 1e-2  # type: ignore[operator]
 
 
-def approximate_slots(engine: Engine) -> list[int]:
-    """Where the KV lies that only prompts find which go on with it."""
+def grafted_slots(engine: Engine) -> list[int]:
+    """Where the KV lies that was grafted, and that only prompts find which go on with it."""
     blocks = engine.memory.lookup.continuations._blocks.values()
-    pages = {engine.memory.pool.lookup(key) for key, depth in blocks if depth}
+    pages = {engine.memory.pool.lookup(key) for key, _, grafted in blocks if grafted}
     return [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, Transitive(recompute_share=1.0, continued_share=1.0)], ids=str)
 def test_it_is_recovered_for_the_new_question_where_it_is(engine: Engine, policy: Policy):
     prompt = second_turn(engine, policy)
-    slots = approximate_slots(engine)
+    slots = grafted_slots(engine)
     engine.memory.cache.values[:, slots] += 1.0
     used = engine.memory.pool.num_free
     continued = ask(engine, prompt, policy)
-    assert continued.report.recomputed_tokens == continued.report.continued_tokens == len(slots)
+    assert continued.report.recomputed_tokens == len(slots) < continued.report.continued_tokens
     assert engine.memory.pool.num_free == used, "nothing was copied, and nothing is held"
     truth = ask(engine, prompt, Full(), namespace="nobody else")
     assert float((continued.first_logits - truth.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
@@ -90,9 +90,10 @@ def test_it_is_recovered_for_the_new_question_where_it_is(engine: Engine, policy
 
 
 def test_a_part_of_it_is_recovered_by_the_default(engine: Engine):
-    report = ask(engine, second_turn(engine, Transitive()), Transitive()).report
-    assert report.continued_tokens > 100
-    assert 0.02 * report.continued_tokens <= report.recomputed_tokens <= 0.02 * report.continued_tokens + 3
+    prompt = second_turn(engine, Transitive())
+    num_grafted, report = len(grafted_slots(engine)), ask(engine, prompt, Transitive()).report
+    assert report.continued_tokens > num_grafted > 90
+    assert 0.02 * num_grafted <= report.recomputed_tokens <= 0.02 * num_grafted + 3
 
 
 def test_what_others_read_stays_as_it_is(engine: Engine):
@@ -100,7 +101,7 @@ def test_what_others_read_stays_as_it_is(engine: Engine):
     requests = [Request(prompt + words(20, 6 + n), EVERYTHING, SamplingParams(max_tokens=2)) for n in range(2)]
     first, second = engine.generate(requests)
     assert first.report.continued_tokens == second.report.continued_tokens > 0
-    assert (first.report.recomputed_tokens, second.report.recomputed_tokens) == (first.report.continued_tokens, 0)
+    assert (first.report.recomputed_tokens, second.report.recomputed_tokens) == (len(grafted_slots(engine)), 0)
     engine.check()
 
 
@@ -157,7 +158,7 @@ def test_it_ends_with_its_pages(engine: Engine):
     prompt = second_turn(engine, Naive())
     before = ask(engine, prompt, Naive(), remember=False).report.continued_tokens
     chain = engine.memory.lookup.continuations
-    last = [engine.memory.pool.lookup(key) for key, _ in chain._blocks.values()][-1]
+    last = [engine.memory.pool.lookup(key) for key, *_ in chain._blocks.values()][-1]
     engine.memory.pool._drop([last])
     assert ask(engine, prompt, Naive(), remember=False).report.continued_tokens == before - SIZE
     engine.clear_cache()

@@ -29,7 +29,7 @@ def known(cached: set[str]) -> Continuations:
 
 def leave(known: Continuations, cached: set[str], text: str, first: int, keys: str, way: str = WAY) -> None:
     cached |= set(keys)
-    known.add(way, chains(*text), first, list(keys), [1] * len(keys))
+    known.add(way, chains(*text), first, list(keys), [1] * len(keys), [True] * len(keys))
 
 
 def test_a_prompt_goes_on_behind_its_exact_blocks(known: Continuations, cached: set[str]):
@@ -105,8 +105,11 @@ def test_dead_blocks_are_swept_before_there_are_too_many(cached: set[str]):
 def test_who_comes_second_with_the_same_text_leaves_nothing(known: Continuations, cached: set[str]):
     leave(known, cached, "abcd", 1, "BCD")
     cached |= set("xyz")
-    assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1]) == 0
-    assert known.add(WAY, chains(*"abce"), 1, ["B", "C", "e"], [1, 1, 1]) == 3
+    assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1], [True] * 3) == 0
+    assert known.add(WAY, chains(*"abce"), 1, ["B", "C", "e"], [1, 1, 1], [False] * 3) == 3
+    found = known.find(WAY, chains(*"abce"), 1)
+    assert found is not None
+    assert found.grafted_blocks == [1, 2], "what was grafted stays so"
     found = known.find(WAY, chains(*"abcd"), num_exact=1)
     assert found is not None
     assert found.keys == ("B", "C", "D")
@@ -123,4 +126,4 @@ def test_exact_blocks_are_not_given_up_for_a_few_tokens(known: Continuations, ca
 
 
 def test_steps_are_told_where_the_depth_grows():
-    assert Continued(1, ("B", "C", "D", "E"), (1, 1, 3, 2)).steps(SIZE) == [(4, 1), (12, 3)]
+    assert Continued(1, ("B", "C", "D", "E"), (1, 1, 3, 2), (True,) * 4).steps(SIZE) == [(4, 1), (12, 3)]

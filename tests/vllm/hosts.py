@@ -176,7 +176,7 @@ class Host:
         """Hashes of approximate blocks that a prompt would find which goes on with all that stands before them."""
         known, cached = self.side._continuing._known._blocks, self.manager.block_pool.get_cached_block
         reachable: set[Any] = set()
-        for (before, _), (key, _) in known.items():  # what follows was added later
+        for (before, _), (key, *_) in known.items():  # what follows was added later
             if (before in reachable or isinstance(before, tuple)) and cached(key, [0]):
                 reachable.add(key)
         return reachable

@@ -60,18 +60,19 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
         prompt = prompt + answer.tokens + words(33, 10 + turn)
 
 
-def spoil_approximate_blocks(host: Host) -> int:
-    """Overwrite what only prompts find which go on with it; how many tokens that are."""
-    blocks = host.known.pool.find(host.continuable())
+def spoil_grafted_blocks(host: Host) -> int:
+    """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens that are."""
+    known = host.side._continuing._known._blocks.values()
+    blocks = host.known.pool.find({key for key, _, grafted in known if grafted})
     host.poison(blocks)
     return len(blocks) * BLOCK
 
 
 def test_it_is_recovered_for_the_new_question_where_it_is(host: Host, plain: HostProcess):
     prompt = first_turn(host, EVERYTHING)
-    num_spoilt = spoil_approximate_blocks(host)
+    num_spoilt = spoil_grafted_blocks(host)
     [answer] = host.ask(Ask(prompt, EVERYTHING, max_tokens=20))
-    assert (kinds(answer)[1], answer.report["recomputed_tokens"]) == (num_spoilt, num_spoilt)
+    assert kinds(answer)[1] > answer.report["recomputed_tokens"] == num_spoilt > 0
     assert answer.report["outcome"] == "continued"
     assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
     [again] = host.ask(Ask(prompt, EVERYTHING, max_tokens=20))
@@ -80,7 +81,7 @@ def test_it_is_recovered_for_the_new_question_where_it_is(host: Host, plain: Hos
 
 def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
     prompt = first_turn(host, EVERYTHING)
-    spoil_approximate_blocks(host)
+    spoil_grafted_blocks(host)
     prompts = [prompt + words(20, 6), prompt + words(30, 7), prompt + words(9, 8)]
     answers = host.ask(*[Ask(prompt, EVERYTHING, max_tokens=20) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):

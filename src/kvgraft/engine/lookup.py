@@ -193,7 +193,9 @@ class CacheLookup:
             keys.append(os.urandom(KEY_BYTES) if depths[block] else chains[block])
             if depths[block]:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
-        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist())
+        grafted = sequence.admitted_plan.grafted_blocks
+        is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()  # answers hold none
+        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted)
 
     def _matches(
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False

@@ -218,8 +218,8 @@ class Memory:
         return lists
 
     def _in_place(self, reuse: Reuse) -> list[int]:
-        """Approximate blocks that a prompt goes on with, and that nobody else reads."""
-        blocks = reuse.continued.approximate_blocks if reuse.continued else []
+        """Blocks with grafted tokens that a prompt goes on with, and that nobody else reads."""
+        blocks = reuse.continued.grafted_blocks if reuse.continued else []
         return [block for block in blocks if self.pool.ref_count(reuse.hits[block]) == 1]
 
     def note_fallback(self, sequence: SequenceState, reason: str) -> None:

@@ -154,6 +154,13 @@ class Plan:
         return self.kinds == Kind.IN_PLACE
 
     @cached_property
+    def grafted_blocks(self) -> np.ndarray:
+        """bool [T // block_size] of one prompt: the full blocks that hold tokens which are grafted or in place."""
+        whole = self.grafted[: self.num_tokens // self.block_size * self.block_size]
+        found: np.ndarray = whole.view(-1, self.block_size).any(1).numpy()
+        return found
+
+    @cached_property
     def fresh(self) -> Tensor:
         """bool [T]: I_nr, the tokens that no cache holds; every policy computes them."""
         return self.kinds == Kind.FRESH

@@ -14,11 +14,13 @@ class Continued(Generic[K]):
     Attributes:
         keys: under which the host's cache has them.
         depths: of their KV, see `Match`.
+        grafted: which of them hold tokens that were grafted; the others were computed, behind grafts.
     """
 
     first_block: int
     keys: tuple[K, ...]
     depths: tuple[int, ...]
+    grafted: tuple[bool, ...]
 
     @property
     def stop_block(self) -> int:
@@ -26,9 +28,9 @@ class Continued(Generic[K]):
         return self.first_block + len(self.keys)
 
     @property
-    def approximate_blocks(self) -> list[int]:
-        """Those of its blocks that are not exact."""
-        return [block for block, depth in enumerate(self.depths, self.first_block) if depth]
+    def grafted_blocks(self) -> list[int]:
+        """Those of its blocks that hold tokens which were grafted."""
+        return [block for block, grafted in enumerate(self.grafted, self.first_block) if grafted]
 
     def steps(self, block_size: int) -> list[tuple[int, int]]:
         """What a prompt rests on that goes on with it: see `Offer.rest_on`. A step for each new depth."""
@@ -54,14 +56,20 @@ class Continuations(Generic[K]):
         self._is_cached = is_cached
         self._num_lost = 0
         self._capacity = 2 * capacity
-        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int]] = {}  # (block before, chain) -> key, depth
+        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool]] = {}  # (block before, chain) -> see Continued
 
     def __len__(self) -> int:
         """Blocks known, live and dead."""
         return len(self._blocks)
 
     def add(
-        self, root: Hashable, chains: Sequence[bytes], first_block: int, keys: Sequence[K], depths: Sequence[int]
+        self,
+        root: Hashable,
+        chains: Sequence[bytes],
+        first_block: int,
+        keys: Sequence[K],
+        depths: Sequence[int],
+        grafted: Sequence[bool],
     ) -> int:
         """Let prompts go on with blocks first_block, ... of a text; how many of them: where others have been left for
         the same text already, prompts follow those.
@@ -70,14 +78,16 @@ class Continuations(Generic[K]):
             root: what prompts must share beside their tokens and namespace: how they recover what is reused.
             chains: `chain_hashes` of all its blocks.
             first_block: the first approximate one.
-            keys: under which the host's cache has this block and those behind it.
+            keys, depths, grafted: of this block and those behind it, see `Continued`.
         """
         before: Hashable = root
-        for count, (chain, key, depth) in enumerate(zip(chains[first_block:], keys, depths, strict=False)):
+        blocks = zip(chains[first_block:], keys, depths, grafted, strict=False)
+        for count, (chain, key, *block) in enumerate(blocks):
             known = self._blocks.get((before, chain))
             if known is not None and known[0] != key and self._is_cached(known[0]):
                 return count
-            self._blocks[before, chain] = key, depth
+            if known is None or known[0] != key:
+                self._blocks[before, chain] = key, *block
             before = key
         if len(self._blocks) > self._capacity:
             self._blocks = {place: block for place, block in self._blocks.items() if self._is_cached(block[0])}
@@ -97,8 +107,7 @@ class Continuations(Generic[K]):
             path = list(self._follow(root, chains[first:])) if (root, chains[first]) in self._blocks else []
             least_stop = num_exact + max(1.0, exact_value * (num_exact - first))
             if path and first + len(path) >= max(least_stop, best.stop_block + 1 if best else 0):
-                keys, depths = zip(*path, strict=True)
-                best = Continued(first, keys, depths)
+                best = Continued(first, *zip(*path, strict=True))
         return best
 
     def take_lost(self) -> int:
@@ -110,7 +119,7 @@ class Continuations(Generic[K]):
         """Forget everything."""
         self._blocks.clear()
 
-    def _follow(self, before: Hashable, chains: Sequence[bytes]) -> Iterator[tuple[K, int]]:
+    def _follow(self, before: Hashable, chains: Sequence[bytes]) -> Iterator[tuple[K, int, bool]]:
         following = iter(chains)
         for chain in following:
             block = self._blocks.get((before, chain))

@@ -71,7 +71,6 @@ def is_copied(plan: Plan | None, depths: np.ndarray, max_depth: int) -> np.ndarr
     depth (int [n], of all its blocks) that is too great for one. bool [n]."""
     is_copy: np.ndarray = depths > max_depth
     if plan is not None:
-        size = plan.block_size
-        grafted = plan.grafted[: plan.num_tokens // size * size].view(-1, size).any(1).numpy()
-        is_copy[: len(grafted)] |= grafted[: len(is_copy)]
+        grafted = plan.grafted_blocks[: len(is_copy)]
+        is_copy[: len(grafted)] |= grafted
     return is_copy

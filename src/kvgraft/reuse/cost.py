@@ -11,6 +11,7 @@ from kvgraft.segments.matches import Match
 
 EXACT_VALUE = 0.1
 WORK = 0.15  # assumed of a policy that has not run yet
+POLICIES = 256  # of which it is known what they compute: requests may ask for any options
 MEMORY = 0.8  # what is left of earlier recoveries when there is a new one
 
 
@@ -76,4 +77,6 @@ class CostModel:
         TOKENS alone all policies are alike."""
         if num_grafted and self.costs != TOKENS:
             share = min(max(num_recovered, 0) / num_grafted, 1)
-            self.work[policy] = MEMORY * self.work.get(policy, share) + (1 - MEMORY) * share
+            self.work[policy] = MEMORY * self.work.pop(policy, share) + (1 - MEMORY) * share
+            if len(self.work) > POLICIES:
+                del self.work[next(iter(self.work))]

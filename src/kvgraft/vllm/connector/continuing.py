@@ -47,8 +47,11 @@ class Continuing:
             return
         stop = first + self._pool.num_hashed(blocks[first:stop])
         depths = state.offer.depths(stop, size)[first:].tolist()
-        chains = self._chains(state, stop)
-        state.num_continuable = first + self._known.add(state.recovery_key, chains, first, hashes[first:stop], depths)
+        plan, chains = state.plan, self._chains(state, stop)
+        grafted = np.zeros(0, bool) if plan is None else plan.grafted_blocks
+        is_grafted = np.pad(grafted, (0, stop))[first:stop].tolist()  # answers hold none
+        num_added = self._known.add(state.recovery_key, chains, first, hashes[first:stop], depths, is_grafted)
+        state.num_continuable = first + num_added
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:
         """A request gives its blocks back: those are noted that only prompts want which go on with it."""

@@ -128,13 +128,13 @@ class Planner:
         return chosen
 
     def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
-        """Approximate blocks that a request goes on with, that its policy can make better for this prompt, and that
-        nobody else reads."""
+        """Blocks with grafted tokens that a request goes on with, that its policy can make better for this prompt, and
+        that nobody else reads."""
         if state.continued is None or not isinstance(state.options, RequestOptions):
             return []
         if not state.options.policy.recovers_in_place:
             return []
-        blocks = [block for block in state.continued.approximate_blocks if block < num_prefix // self.block_size]
+        blocks = [block for block in state.continued.grafted_blocks if block < num_prefix // self.block_size]
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
     def _is_valid(self, candidate: Candidate) -> bool:
