@@ -82,12 +82,12 @@ class Continuations(Generic[K]):
         """
         before: Hashable = root
         blocks = zip(chains[first_block:], keys, depths, grafted, strict=False)
-        for count, (chain, key, *block) in enumerate(blocks):
+        for count, (chain, key, depth, is_grafted) in enumerate(blocks):
             known = self._blocks.get((before, chain))
             if known is not None and known[0] != key and self._is_cached(known[0]):
                 return count
             if known is None or known[0] != key:
-                self._blocks[before, chain] = key, *block
+                self._blocks[before, chain] = key, depth, is_grafted
             before = key
         if len(self._blocks) > self._capacity:
             self._blocks = {place: block for place, block in self._blocks.items() if self._is_cached(block[0])}
