@@ -196,6 +196,7 @@ class Host:
             "block tables": dict(manager.req_to_blocks),
             "requests on the scheduler side": self.side._requests,
             "tentative pins": self.side._tentative,
+            "pages that are recovered in place": self.side._rewritten,
             "jobs not sent": self.side._jobs,
             "cancellations not sent": self.side._cancelled,
             "recoveries queued": list(self.queue._batches),

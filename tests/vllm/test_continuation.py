@@ -89,6 +89,29 @@ def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
         assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
 
 
+def test_who_would_graft_from_it_waits(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """What is half recovered is no source, not even for one step: the recovery may yet fail."""
+    host.read(DOCUMENT)
+    exact = host.blocks_with_content()
+    [first] = host.ask(Ask(OPENING + DOCUMENT, EVERYTHING, max_tokens=1))
+    host.settle()
+    host.evict(exact)  # the copies are all that is left of the document
+    prompt = OPENING + DOCUMENT + first.tokens + words(40, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(host.queue, "advance", lambda budget: {})
+        rewriting = host.add(Ask(prompt, EVERYTHING, max_tokens=2))
+        host.step_until(lambda: bool(host.queue._batches))
+        assert host.side._rewritten
+        other = host.add(Ask(words(9, 6) + DOCUMENT + words(9, 7), NAIVE, max_tokens=2))
+        for _ in range(5):
+            host.step()
+        assert not host.state(other).admitted
+    answers = host.finish(rewriting, other)
+    assert kinds(answers[0])[1] > 0
+    assert kinds(answers[1])[2] > 0
+    assert not host.side._rewritten
+
+
 def test_what_others_read_stays_as_it_is(host: Host, plain: HostProcess):
     host.read(DOCUMENT)
     prompt = OPENING + DOCUMENT

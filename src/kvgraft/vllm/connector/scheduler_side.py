@@ -59,6 +59,7 @@ class SchedulerSide:
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
         self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
         self._requests: dict[str, RequestState] = {}
+        self._rewritten: set[int] = set()  # pages that are recovered where they are: who wants them waits
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
@@ -144,12 +145,15 @@ class SchedulerSide:
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
         state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
-        if self._is_rewritten(state.prefix):
+        if not self._rewritten.isdisjoint(state.prefix):
             return None, False
         state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
             return 0, False
+        if not self._rewritten.isdisjoint(state.candidate.sources):
+            self.known.pool.release(state.candidate.sources)
+            return None, False
         self._tentative[state.id] = state.candidate.sources
         return request.num_tokens - num_prefix, True
 
@@ -270,6 +274,7 @@ class SchedulerSide:
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
+        self._rewritten.update(candidate.in_place)
         if candidate.steps:
             self._hiding.hide(state, candidate.steps[0][0])
             state.offer.rest_on(candidate.steps)
@@ -281,8 +286,10 @@ class SchedulerSide:
     def _end_recovery(self, state: RequestState, outcome: RecoveryResult) -> None:
         self.known.pool.release(state.pinned)
         candidate, state.pinned, state.recovery = state.recovery, [], None
-        if outcome.failure is not None and candidate is not None and candidate.in_place:
-            self.known.pool.forget(candidate.in_place)
+        in_place = () if candidate is None else candidate.in_place
+        self._rewritten.difference_update(in_place)
+        if outcome.failure is not None and in_place:
+            self.known.pool.forget(in_place)
             state.continued = None
         if state.finished:
             del self._requests[state.id]
@@ -322,11 +329,6 @@ class SchedulerSide:
         self._continuing.remember(state, blocks, num_computed)
         if self.stored is not None:
             self.stored.keep(state, blocks, ended=ended)
-
-    def _is_rewritten(self, pages: list[int]) -> bool:
-        """Whether another request recovers some of these pages where they are: the request should wait for that."""
-        others = (state.recovery.in_place for state in self._requests.values() if state.recovery is not None)
-        return any(not set(pages).isdisjoint(in_place) for in_place in others if in_place)
 
     def _is_coming(self, state: RequestState, num_prefix: int, num_missing: int) -> bool:
         """Whether the request should wait for stored blocks."""
