@@ -26,7 +26,7 @@ def main(answers: IO[str]) -> None:
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer_config(**job.get("settings", {})),
+        kv_transfer_config=transfer_config(**{"costs": "tokens"} | job.get("settings", {})),
     )
 
     def ask(tokens: list[int], options: dict[str, Any]) -> dict[str, Any]:

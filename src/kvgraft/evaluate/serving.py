@@ -20,7 +20,7 @@ from kvgraft.evaluate.servers import Server, serving
 from kvgraft.testbed.scenarios import Segments, make_scenarios
 
 MODEL = "bundled"
-SERVER_FLAGS = ("--dtype", "float32")
+SERVER_FLAGS = ("--dtype", "float32", "--kvgraft-costs", "tokens")  # the same anywhere
 MAX_TOKENS = 4
 METRICS = ("kvgraft:requests_total", "kvgraft:tokens_total", "kvgraft:misses_total")
 
@@ -40,6 +40,7 @@ class ServedPrompt:
     prompt_tokens: int
     cached_tokens: int
     prefix: int
+    continued: int
     grafted: int
     recomputed: int
     fresh: int
@@ -68,9 +69,9 @@ def run_serving_demo(*, seed: int = 0, on_progress: OnProgress | None = None) ->
     asks = [_Ask("first reading", item.phase_1[0])]
     for number, prompt in enumerate(item.phase_2):
         stream = number % 2 == 1
-        name = "reordered, streamed" if stream else "reordered"
+        name = "streamed" if stream else "reordered"
         asks.append(_Ask(name, prompt.segments, prompt.question.answer, stream))
-    asks.append(replace(asks[-1], name="the same, reuse off", reuse="off"))
+    asks.append(replace(asks[-1], name="reuse off", reuse="off"))
     with serving(*SERVER_FLAGS) as server:
         client = OpenAI(base_url=server.api, api_key="none")
         _send(client, _Ask("warm-up", ("one two three",), reuse="off"))
@@ -123,6 +124,7 @@ def _row(ask: _Ask, seconds: float, last: Completion, answer: str) -> ServedProm
         prompt_tokens=report["prompt_tokens"],
         cached_tokens=(details.cached_tokens if details else 0) or 0,
         prefix=report["prefix_tokens"],
+        continued=report["continued_tokens"],
         grafted=report["grafted_tokens"],
         recomputed=report["recomputed_tokens"],
         fresh=report["fresh_tokens"],
@@ -142,18 +144,18 @@ def render(report: ServingReport) -> RenderableType:
     table = Table(
         title=f"over HTTP: {report.command}, official OpenAI client",
         caption="ms: to the first token where streamed, else to the end of the answer; tokens of the prompt by kind, "
-        "recomputed ones are among the grafted",
+        "redone: computed again of the continued and the grafted",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
     table.add_column("request", overflow="fold")
-    for name in ("ms", "prefix", "grafted", "recomputed", "fresh"):
+    for name in ("ms", "prefix", "contin-\nued", "grafted", "redone", "fresh"):
         table.add_column(name, justify="right")
     table.add_column("answer", overflow="fold")
     for row in report.rows:
-        numbers = (row.prefix, row.grafted, row.recomputed, row.fresh)
+        numbers = (row.prefix, row.continued, row.grafted, row.recomputed, row.fresh)
         word, *_ = row.answer.split() or [""]
         answer = f"{word} ({row.expected})" if row.expected else word
         table.add_row(row.request, f"{row.ttft_ms:.0f}", *map(str, numbers), answer)

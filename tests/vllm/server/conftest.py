@@ -24,6 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """`kvgraft serve` on the bundled model with two tenants, an admin and two shared namespaces; one for all tests."""
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--chat-template", CHAT]
     arguments += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--kvgraft-frozen-quota", "0.5"]
+    arguments += ["--kvgraft-costs", "tokens"]
     arguments += ["--kvgraft-share", f"wiki={ALICE}", "--kvgraft-share", "law=*"]
     log = tmp_path_factory.mktemp("server") / "log"
     with running(arguments, log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}, anew=True) as started:
