@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
+from engines import BLOCK, EVERYTHING, NAIVE, NUM_BLOCKS, OFF, Answer, Ask, words
 from hosts import Host
 from processes import HostProcess
 
@@ -87,6 +87,26 @@ def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
     for prompt, answer in zip(prompts, answers, strict=True):
         assert kinds(answer)[1] > 0
         assert [answer.tokens] == plain.tokens(prompt, max_tokens=20)
+
+
+def test_a_plan_that_waits_is_made_anew_when_others_have_come_to_read_what_it_rewrites(host: Host):
+    name = host.add(Ask(first_turn(host, EVERYTHING), EVERYTHING, max_tokens=2))
+    state, known = host.state(name), host.known
+    host.side._continuing.before_lookup(state)
+    state.prefix = known.pool.find(state.request.block_hashes)
+    num_prefix = len(state.prefix) * BLOCK
+    state.candidate = known.plan(state, num_prefix)[1]
+    first = state.candidate.in_place[0]
+    assert known.plan(state, num_prefix)[1] is state.candidate
+    known.pool.acquire([first])
+    assert known.plan(state, num_prefix)[1].in_place == state.candidate.in_place[1:]
+    known.pool.release([first])
+    assert known.plan(state, num_prefix)[1] is state.candidate
+    other = state.prefix.index(first)
+    state.prefix[other] = next(page for page in range(1, NUM_BLOCKS) if page not in state.prefix)
+    assert known.plan(state, num_prefix)[1].in_place == (state.prefix[other], *state.candidate.in_place[1:])
+    state.candidate = None
+    host.finish(name)
 
 
 def test_who_would_graft_from_it_waits(host: Host, monkeypatch: pytest.MonkeyPatch):

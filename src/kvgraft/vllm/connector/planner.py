@@ -55,8 +55,10 @@ class Planner:
         if state.whole:  # its documents are read on their own
             plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
             return None, Candidate(plan, 0, [], np.zeros(0, np.int64))
-        kept = state.candidate
-        if kept and kept.num_prefix == num_prefix and kept.plan.num_tokens == len(tokens) and self._is_valid(kept):
+        in_place = self._in_place(state, num_prefix)
+        pages = tuple(state.prefix[block] for block in in_place)
+        kept, asked = state.candidate, (num_prefix, len(tokens), pages)
+        if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(kept):
             return None, kept
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
@@ -64,13 +66,11 @@ class Planner:
         reason = "too_little_known" if matches else "no_known_text"
         if matches:
             matches = self._choose(state, matches, len(tokens), num_prefix)
-        in_place = self._in_place(state, num_prefix)
         if not matches and not in_place:
             return reason, None
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place)
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         steps = tuple((match.start, match.depth + 1) for match in matches)
-        pages = tuple(state.prefix[block] for block in in_place)
         return None, Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps, pages)
 
     def documents(self, state: RequestState) -> list[Match]:
@@ -137,7 +137,5 @@ class Planner:
         blocks = [block for block in state.continued.grafted_blocks if block < num_prefix // self.block_size]
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
-    def _is_valid(self, candidate: Candidate) -> bool:
-        """Whether its sources are what they were, and nobody has come to read what it rewrites."""
-        is_live = self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all()
-        return bool(is_live) and not any(self.pool.ref_count(page) for page in candidate.in_place)
+    def _is_live(self, candidate: Candidate) -> bool:
+        return bool(self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all())
