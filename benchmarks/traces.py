@@ -9,10 +9,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from kvgraft.evaluate.traffic.records import timestamp_of
 
 Body = Mapping[str, Any]
 EncodeBody = Callable[[Body], list[int]]
@@ -81,23 +82,12 @@ def _read_file(path: Path) -> tuple[list[Session], int]:
                 skipped += 1
                 continue
             try:
-                at_s = _seconds(entry.get("timestamp", entry.get("timestamp_rel_s", 0.0)))
+                at_s = timestamp_of(entry) or 0.0
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
             turns.setdefault(str(entry.get("session", path.stem)), []).append(Turn(at_s, body))
     kept = [(name, sorted(found, key=lambda turn: turn.at_s)) for name, found in turns.items()]
     return [Session(name, "recorded", tuple(found)) for name, found in kept], skipped
-
-
-def _seconds(timestamp: object) -> float:
-    """A timestamp, be it a number of seconds or a date and time of ISO 8601."""
-    if isinstance(timestamp, int | float):
-        return float(timestamp)
-    try:
-        return datetime.fromisoformat(str(timestamp)).timestamp()
-    except ValueError as error:
-        message = f"a timestamp must be seconds, or a date and time of ISO 8601, got {timestamp!r}"
-        raise ValueError(message) from error
 
 
 def _is_request(body: object) -> bool:

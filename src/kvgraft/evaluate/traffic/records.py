@@ -11,7 +11,7 @@ ALLOWED = (
     'or, with "type": "response", an answer'
 )
 SESSION_KEYS = ("session", "session_id", "user")
-TIME_KEYS = ("timestamp", "timestamp_utc")
+TIME_KEYS = ("timestamp", "timestamp_utc", "timestamp_rel_s")
 
 
 class BadLine(ValueError):
@@ -74,7 +74,7 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
     if not isinstance(body, dict):
         raise BadLine(f'"body" is {_short(body)}: {ALLOWED}')
     session = _text_of(value, SESSION_KEYS) or _text_of(body, SESSION_KEYS)
-    timestamp = _timestamp(value)
+    timestamp = timestamp_of(value)
     return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in _prompts(body)]
 
 
@@ -159,7 +159,8 @@ def _answer_text(body: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _timestamp(value: dict[str, Any]) -> float | None:
+def timestamp_of(value: dict[str, Any]) -> float | None:
+    """Seconds, None where a line does not say; BadLine if it is neither seconds nor a date and time of ISO 8601."""
     found = next((value[key] for key in TIME_KEYS if value.get(key) is not None), None)
     if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
         return found
