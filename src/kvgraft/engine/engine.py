@@ -256,6 +256,25 @@ class Engine:
         """
         return self.scheduler.read_documents(self._sequence(0, prompt))
 
+    def read_anew(self, max_tokens: int) -> int:
+        """Read text on its own, exactly, that is known only approximately and has been grafted, the most used first;
+        prompts prefer it from then on. Returns how many tokens were computed, at most max_tokens; none while requests
+        run.
+
+        Raises:
+            ValueError: max_tokens is below 0.
+        """
+        require_at_least("max_tokens", max_tokens, 0)
+        sampling, num_read = SamplingParams(max_tokens=1, ignore_eos=True), 0
+        while not (self.scheduler.running or self.scheduler.waiting):
+            room = self.frozen.num_unpressed * self.memory.pool.block_size
+            text = self.memory.refresh.choose(min(max_tokens - num_read, room), self.max_length - 1)
+            if text is None:
+                break
+            reading = Request(text.tokens.tolist(), "full", sampling, text.namespace, flow="dense")
+            num_read += self.generate([reading])[0].report.fresh_tokens
+        return num_read
+
     def clear_cache(self) -> None:
         """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
         self.library.store.clear()

@@ -13,6 +13,7 @@ from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
+from kvgraft.reuse.refresh import Refresh
 from kvgraft.segments.frozen import FrozenPool
 
 logger = logging.getLogger("kvgraft")
@@ -41,6 +42,7 @@ class Memory:
         self.frozen = frozen
         self.chunk = -(-max_prefill_tokens // pool.block_size) * pool.block_size
         self.lookup = lookup
+        self.refresh = Refresh(lookup.index)
         self.store = store
         self.fallbacks: Counter[str] = Counter()
         self._pinned: dict[SequenceState, list[int]] = {}  # graft sources, from the match to the copy
@@ -186,6 +188,7 @@ class Memory:
             self.pool.release(held)
             return False
         self.pool.hit_counts[held] += 1
+        self.refresh.note(sequence.scope, namespace, sorted(pages))
         self.frozen.shed(namespace, num_missing)  # none of what has just been acquired
         self._pinned[sequence] = sources
         return True

@@ -112,6 +112,11 @@ class FrozenPool:
             raise KeyError(f"no frozen entry {name!r} in namespace {namespace!r}")
         self.pool.release(self._entries.pop((namespace, name)).pages)
 
+    @property
+    def num_unpressed(self) -> int:
+        """Pages that can be taken before the watermark is reached, above which frozen ones are shed."""
+        return max(int(self.watermark * self.pool.num_pages) - self.pool.num_used, 0)
+
     def num_sheddable(self, namespace: str, spare: Container[int] = ()) -> int:
         """Pages that shedding everything of this namespace but `spare` would free."""
         return len(self._freeable(namespace, spare))

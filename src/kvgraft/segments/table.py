@@ -36,6 +36,10 @@ class HashTable:
         """Make room for ids below capacity."""
         self._keys = _grown(self._keys, capacity)
 
+    def keys_of(self, ids: np.ndarray) -> np.ndarray:
+        """Under which these ids are held: uint64 [n]."""
+        return self._keys[ids]
+
     def insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
         """Add distinct ids (int32 [m]) that are not held, under keys (uint64 [m])."""
         self._keys[ids] = keys
@@ -128,6 +132,14 @@ class Table(ABC):
         self._remove(np.unique(ids[~live]))
         return rows[live], ids[live]
 
+    def held(self) -> np.ndarray:
+        """All ids, live and stale, ascending, int32 [n]."""
+        return np.flatnonzero(self._held).astype(np.int32)
+
+    def beside(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, id) such that a live id, such as itself, is held under the first key of ids[row]."""
+        return self.find(self._by_key.keys_of(ids * np.int32(self._keys_per_row)))
+
     def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
         """Hold m rows under keys uint64 [m] or [m, keys_per_row], with the given columns; returns their ids, int32."""
         ids = self._allocate(len(keys))
@@ -139,7 +151,7 @@ class Table(ABC):
 
     def discard_stale(self) -> int:
         """Drop every row that is not live; returns how many."""
-        held = np.flatnonzero(self._held).astype(np.int32)
+        held = self.held()
         stale = held[~self.live(held)]
         self._remove(stale)
         return len(stale)
