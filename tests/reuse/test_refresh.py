@@ -37,7 +37,9 @@ def known(
     return pages
 
 
-def use(refresh: Refresh, pages: list[int], times: int = LEAST_USES, scope: bytes = SCOPE, namespace: str = "a") -> None:
+def use(
+    refresh: Refresh, pages: list[int], times: int = LEAST_USES, scope: bytes = SCOPE, namespace: str = "a"
+) -> None:
     for _ in range(times):
         refresh.note(scope, namespace, pages)
 

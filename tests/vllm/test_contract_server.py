@@ -129,6 +129,17 @@ def test_every_request_passes_the_guard():
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
 
 
+def test_what_is_read_anew_can_be_aborted_by_the_name_that_it_was_given():
+    assert callable(OutputProcessor.has_unfinished_requests), "GuardedEngineClient.is_idle asks it"
+    assert list(inspect.signature(AsyncLLM.abort).parameters)[:2] == ["self", "request_id"]
+    source = inspect.getsource(OutputProcessor.abort_requests)
+    assert "external_req_ids" in source, "AsyncLLM.abort takes the names that were given to generate"
+    assert "queue.put(" in source, "IdleReader waits for the end of what it aborts"
+    added = inspect.getsource(AsyncLLM._add_request)
+    known, sent = added.index("output_processor.add_request("), added.index("engine_core.add_request_async(")
+    assert known < sent, "GuardedEngineClient.admit is called for what can be aborted"
+
+
 def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     source = inspect.getsource(AsyncLLM._run_output_handler)
     assert "output_processor.process_outputs(" in source, "StoppedReports stands before it"

@@ -218,8 +218,8 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete or list, got 'thaw'"),
-        ({"token": "secret"}, "op must be freeze, delete or list, got 'None'"),
+        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete, list, refresh or read, got 'thaw'"),
+        ({"token": "secret"}, "op must be freeze, delete, list, refresh or read, got 'None'"),
         ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
         ({"op": "list", "token": "secret", "namespace": "x"}, "control must have name, op, owner, quota, token"),
         ("list", "control must have name, op, owner, quota, token"),

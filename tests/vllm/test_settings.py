@@ -25,6 +25,7 @@ def test_what_is_given_is_taken():
         "costs": "tokens",
         "exact_value": 0,
         "document_gib": 0.5,
+        "refresh": 0.1,
     }
     assert KVGraftSettings.parse(said) == KVGraftSettings(**said)
 
@@ -47,6 +48,7 @@ def test_what_is_given_is_taken():
         ({"frozen_capacity": -0.1}, "frozen_capacity must be a share"),
         ({"frozen_capacity": float("nan")}, "frozen_capacity must be a share"),
         ({"exact_value": 2}, "exact_value must be a share from 0 to 1, got 2"),
+        ({"refresh": 2}, "refresh must be a share from 0 to 1, got 2"),
         ({"costs": 1.0}, "costs must be measured, tokens or a file, got 1.0"),
         ({"min_graft_tokens": 64}, "it is called exact_value"),
         ({"document_gib": -1}, "document_gib must be a number of at least 0, got -1"),

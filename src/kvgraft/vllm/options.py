@@ -24,6 +24,8 @@ _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the AP
 _LABEL_LENGTH = 8  # hexadecimal digits
 SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
+REFRESH, READ = "refresh", "read"  # control operations that read anew
+_OPS = ("freeze", "delete", "list", REFRESH, READ)
 _OWN_FIELDS = ("policy", "reuse", "match", "namespace", "shared")
 
 
@@ -72,11 +74,12 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Control:
-    """An operation on the frozen pool, sent by the API server as a request of its own: the one way into the engine
-    that every layout of vLLM has. The prompt of `freeze` is the text to pin; that of the others is ignored.
+    """An operation on the frozen pool, or on what is to be read anew, sent by the API server as a request of its own:
+    the one way into the engine that every layout of vLLM has. The prompt of `freeze` is the text to pin, that of `read`
+    the text to read; that of the others is ignored.
 
     Attributes:
-        op: freeze, delete or list.
+        op: freeze, delete, list; refresh, read (see `RefreshControls`).
         owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
         quota: share of the frozen capacity that this owner may take.
     """
@@ -102,9 +105,14 @@ class Control:
         quota = given.get("quota", 1.0)
         require_share("quota", quota)
         control = cls(str(given.get("op")), str(given.get("name", "")), str(given.get("owner", "")), quota)
-        if control.op not in ("freeze", "delete", "list"):
-            raise ValueError(f"op must be freeze, delete or list, got {control.op!r}")
+        if control.op not in _OPS:
+            raise ValueError(f"op must be {', '.join(_OPS[:-1])} or {_OPS[-1]}, got {control.op!r}")
         return control
+
+    @property
+    def reads_anew(self) -> bool:
+        """Whether it is about what to read anew, and not about the frozen pool."""
+        return self.op in (REFRESH, READ)
 
     def as_params(self) -> dict[str, Any]:
         """The `kv_transfer_params` of the request that carries it."""

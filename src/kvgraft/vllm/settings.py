@@ -45,6 +45,8 @@ class KVGraftSettings:
             the first token come sooner.
         document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
             part of them.
+        refresh: how many tokens of popular text that is known only approximately are read anew, exactly, while no
+            request runs: at most this share of the prompt tokens that requests have brought.
     """
 
     policy: str = DEFAULT_POLICY
@@ -64,6 +66,7 @@ class KVGraftSettings:
     costs: str = MEASURED
     exact_value: float = EXACT_VALUE
     document_gib: float = 2.0
+    refresh: float = 0.0
 
     @property
     def default(self) -> RequestOptions:
@@ -117,7 +120,7 @@ class KVGraftSettings:
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
         for layer in settings.residual_layers:
             require_at_least("residual_layers", layer, 0)
-        for name in ("watermark", "frozen_capacity", "exact_value"):
+        for name in ("watermark", "frozen_capacity", "exact_value", "refresh"):
             require_share(name, getattr(settings, name))
         if settings.frozen_quota is not None:
             require_share("frozen_quota", settings.frozen_quota)

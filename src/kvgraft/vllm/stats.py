@@ -32,6 +32,9 @@ METRICS = {
     "kvgraft:store_total": Metric(
         Counter, "Segment store: blocks by ram_hits, disk_hits; chunks by stored, evicted, damaged, ...", "event"
     ),
+    "kvgraft:read_anew_tokens_total": Metric(
+        Counter, "Tokens of popular text that were computed exactly while no request ran."
+    ),
     "kvgraft:stage_seconds": Metric(Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"),
     "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
     "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),

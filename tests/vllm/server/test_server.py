@@ -243,6 +243,7 @@ def test_of_several_prompts_or_answers_that_stop_each_is_reported(server: Runnin
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"kvgraft": {"bondary": 1}}, "no option 'bondary'"),
     ({"kvgraft": {"control": {"op": "list", "name": "", "token": ""}}}, "no option 'control'"),
+    ({"kvgraft": {"control": {"op": "refresh", "name": "", "token": ""}}}, "no option 'control'"),
     ({"do_remote_decode": True}, "no field 'do_remote_decode'"),
 ]
 

@@ -11,7 +11,12 @@ from test_access import application
 from kvgraft.vllm.server import status
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
 
-FIGURES = {"pool": {"used": 3, "free": 5, "frozen": 2}, "index_entries": 7, "fallbacks": {"pool_pressure": 1}}
+FIGURES = {
+    "pool": {"used": 3, "free": 5, "frozen": 2},
+    "index_entries": 7,
+    "read_anew_tokens": 11,
+    "fallbacks": {"pool_pressure": 1},
+}
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, api_keys: list[str], key: str | None) -> dict[str, Any]:
@@ -27,7 +32,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, api_keys: list[str], key: str | None)
 
 
 def test_one_of_several_tenants_is_shown_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch):
-    assert shown(monkeypatch, [ALICE, BOB], ALICE) == {"pool": None, "index_entries": None, "fallbacks": {}}
+    nothing = {"pool": None, "index_entries": None, "read_anew_tokens": None, "fallbacks": {}}
+    assert shown(monkeypatch, [ALICE, BOB], ALICE) == nothing
 
 
 @pytest.mark.parametrize(("api_keys", "key"), [([ALICE, BOB], ADMIN), ([ALICE], ALICE), ([], None), ([], ADMIN)])

@@ -65,6 +65,10 @@ class Reporting:
         """The client of a graft has left before it was done."""
         self._stats.add("kvgraft:fallbacks_total", "aborted")
 
+    def read_anew(self, num_tokens: int) -> None:
+        """So many tokens were computed while no request ran."""
+        self._stats.add("kvgraft:read_anew_tokens_total", "", num_tokens)
+
     def stored(self, counts: Mapping[str, int]) -> None:
         """What the workers' stores have done."""
         for event, count in counts.items():

@@ -27,6 +27,7 @@ from kvgraft.vllm.connector.frozen_controls import FrozenControls
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.refresh_controls import RefreshControls
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
@@ -52,6 +53,7 @@ class SchedulerSide:
         self._flow = program_of(config)
         self._model = model_identity(config, lasting=self.settings.store is not None)
         self._block_size = int(config.cache_config.block_size)
+        self._longest_prompt = config.model_config.max_model_len - 1
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
@@ -80,6 +82,7 @@ class SchedulerSide:
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
+        self._refresh = RefreshControls(self.known, self.reporting, self.settings.refresh, self._longest_prompt)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
         self._continuing = Continuing(self.known, self._hiding)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
@@ -92,6 +95,7 @@ class SchedulerSide:
             return False
         self._forgets = True
         self._continuing.clear()
+        self._refresh.forget()
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
@@ -120,6 +124,7 @@ class SchedulerSide:
         shared = tuple(scope_digest(self._model, salt) for salt in salts)
         state = RequestState(request, options, Offer(scope), refusal, shared)
         self._requests[request.request_id] = state
+        self._refresh.arrived(state)
         most = request.num_prompt_tokens + request.max_tokens
         follows = self._flow is not None and self._flow.reaches(most)
         if self.settings.continuation and refusal is None and isinstance(options, RequestOptions):
@@ -220,6 +225,8 @@ class SchedulerSide:
             self._offer(state, blocks, request.num_computed_tokens, ended=True)
             self._continuing.leave(state, blocks)
         self._hiding.give_up(state)
+        if isinstance(state.options, Control) and state.options.reads_anew:
+            return {KEY: self._refresh.ended(state)}
         if isinstance(state.options, Control):
             return {KEY: self._controls.apply(state, blocks)} if request.num_output_tokens else None
         state.report.registered_blocks = state.offer.num_entries
@@ -274,6 +281,7 @@ class SchedulerSide:
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         self.known.pool.hit_counts[sources] += 1
+        self._refresh.grafted(state, sources)
         self._rewritten.update(candidate.in_place)
         if candidate.steps:
             self._hiding.hide(state, candidate.steps[0][0])

@@ -36,6 +36,7 @@ SETTINGS = (  # of the connector, that have a flag
     "frozen_capacity",
     "frozen_quota",
     "document_gib",
+    "refresh",
     "store_dir",
     "store_ram_gib",
     "store_disk_gib",
@@ -92,6 +93,12 @@ _PLAIN: tuple[tuple[str, type, str], ...] = (  # flags with one value: name, typ
     ("frozen-capacity", float, "Share of the pool that frozen blocks may take."),
     ("frozen-quota", float, "Share of that which one tenant may take."),
     ("document-gib", float, "Host memory for documents kept in part (condense)."),
+    (
+        "refresh",
+        float,
+        "Read popular text exactly that is known only approximately while no request runs, at most so many tokens as "
+        "this share of what requests have brought; 0: none.",
+    ),
     ("store-dir", str, "Directory for exact blocks, which outlasts the server."),
     ("store-ram-gib", float, "Host memory for exact blocks that vLLM reclaims."),
     ("store-disk-gib", float, "Size of the store's directory."),
@@ -183,6 +190,8 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
     if args.worker_cls not in ("auto", WORKER_CLASS):
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
+    if args.kvgraft_refresh and args.enable_sleep_mode:
+        yield "--kvgraft-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
     if (args.api_server_count or 1) > 1:
         yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:

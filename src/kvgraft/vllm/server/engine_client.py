@@ -1,6 +1,6 @@
 """The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's cache key."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ class Call:
 
     Attributes:
         salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
+        yields: whether it gives way to any other one: nobody waits for it.
         reports: what the engine reported on each prompt of the request, in their order; None until it ends.
         cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
     """
@@ -36,6 +37,7 @@ class Call:
     principal: Principal
     route: str
     salt: str | None = None
+    yields: bool = False
     reports: list[dict[str, Any] | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
 
@@ -68,12 +70,17 @@ class GuardedEngineClient:
 
     Args:
         client: vLLM's `AsyncLLM`; three of its entrances are replaced on this instance, one of its output processor.
+
+    Attributes:
+        before_request: awaited before a request enters the engine that does not yield to others.
     """
 
     def __init__(
         self, client: Any, salts: Salts, grants: Grants, request_log: RequestLog, default: RequestOptions
     ) -> None:
         self._salts, self._grants, self._request_log, self._default = salts, grants, request_log, default
+        self.before_request: Callable[[], Awaitable[None]] = _nothing
+        self._client = client
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._stopped = StoppedReports(client.output_processor)
@@ -104,6 +111,8 @@ class GuardedEngineClient:
     async def admit(self, request: Any) -> None:
         """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to the engine."""
         call = CURRENT.get()
+        if call is None or not call.yields:
+            await self.before_request()
         if call is None:
             request.cache_salt = self._salts.nobody()
         elif call.salt is not None:
@@ -125,12 +134,22 @@ class GuardedEngineClient:
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all that runs, cannot
         preempt that, and raises an error."""
+        await self.before_request()
         try:
             return bool(await self._reset(*args, **kwargs))
         except Exception as error:
             if NOT_RESET not in str(error):
                 raise
             return False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in flight."""
+        return not self._client.output_processor.has_unfinished_requests()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of `operate` wherever it is, if there is such a one."""
+        await self._client.abort(request_id)
 
     async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
         """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
@@ -141,6 +160,16 @@ class GuardedEngineClient:
         Raises:
             VLLMValidationError: the text is longer than the model allows.
         """
+        call = Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace))
+        return await self.operate(call, control, token_ids, f"kvgraft-{control.op}-{self._salts.nobody()[:16]}")
+
+    async def operate(self, call: Call, control: Control, token_ids: list[int], request_id: str) -> dict[str, Any]:
+        """Run an operation; returns the engine's answer, empty if it was aborted or the engine has no connector of
+        ours.
+
+        Raises:
+            VLLMValidationError: the prompt is longer than the model allows.
+        """
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -148,10 +177,9 @@ class GuardedEngineClient:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={PARAMS: control.as_params()},
         )
-        before = CURRENT.set(Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace)))
+        before = CURRENT.set(call)
         try:
             answer: dict[str, Any] = {}
-            request_id = f"kvgraft-{control.op}-{self._salts.nobody()[:16]}"
             async with aclosing(self._generate(tokens_input(token_ids), params, request_id)) as outputs:
                 async for output in outputs:
                     answer = (output.kv_transfer_params or {}).get(KEY) or answer
@@ -164,6 +192,7 @@ class GuardedEngineClient:
         last = None
         try:
             async with aclosing(outputs):
+                await self.before_request()
                 async for output in outputs:
                     call.cached[slot] = output.num_cached_tokens or call.cached[slot]
                     if output.finished:
@@ -177,6 +206,10 @@ class GuardedEngineClient:
             raise
         else:
             self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
+
+
+async def _nothing() -> None:
+    """There is nothing to do."""
 
 
 def _params_of(sampling_params: Any) -> Any:

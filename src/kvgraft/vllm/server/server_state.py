@@ -6,6 +6,7 @@ from typing import Any
 
 from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import FrozenSegments
+from kvgraft.vllm.server.idle_reader import IdleReader
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
@@ -33,6 +34,7 @@ class ServerState:
         num_owners = len(self.keyring.tenants) + bool(self.grants.names)
         self.segments = FrozenSegments(lambda: self.engine_client, self.settings.frozen_quota or 1 / num_owners)
         self._engine_client: GuardedEngineClient | None = None
+        self._idle_reader: IdleReader | None = None
 
     @property
     def engine_client(self) -> GuardedEngineClient:
@@ -59,10 +61,12 @@ class ServerState:
         return SHARED
 
     def connect(self, engine_client: Any) -> None:
-        """Guard the engine client that the routes of this server use."""
+        """Guard the engine client that the routes of this server use, in the event loop that serves them."""
         self._engine_client = GuardedEngineClient(
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
+        if self.settings.refresh:
+            self._idle_reader = IdleReader(self._engine_client)
 
 
 def _settings(args: Namespace) -> KVGraftSettings:

@@ -17,7 +17,12 @@ from kvgraft.vllm.server.engine_client import CURRENT
 STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
 
-NO_FIGURES: dict[str, Any] = {"pool": None, "index_entries": None, "fallbacks": {}}  # for one of several tenants
+NO_FIGURES: dict[str, Any] = {
+    "pool": None,
+    "index_entries": None,
+    "read_anew_tokens": None,
+    "fallbacks": {},
+}  # for one of several tenants
 
 router = APIRouter()
 
@@ -69,6 +74,7 @@ def engine_figures() -> dict[str, Any]:
     return {
         "pool": {state: int(pool[state]) for state in ("used", "free", "frozen")} if pool else None,
         "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
+        "read_anew_tokens": int(_by_label("kvgraft:read_anew_tokens_total", None)[""]),
         "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items()},
     }
 

@@ -1,0 +1,88 @@
+"""What the API server asks while nothing runs: which text to read anew, and to read it."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvgraft.reuse.refresh import Allowance, Refresh, TextToRead
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.reporting import Reporting
+from kvgraft.vllm.connector.request_state import RequestState
+from kvgraft.vllm.options import CONTROL_TOKEN, READ, Control
+
+MAX_TRIES = 8  # of a text whose reading requests interrupt
+
+
+class RefreshControls:
+    """Counts what requests bring and graft, and carries out the control requests that read anew.
+
+    Args:
+        known: what can be grafted, and vLLM's blocks.
+        share: see `Allowance`; 0: nothing is counted, and there is nothing to read.
+        longest: tokens that a prompt may have.
+
+    Raises:
+        ValueError: nobody could ask for it.
+    """
+
+    def __init__(self, known: Planner, reporting: Reporting, share: float, longest: int) -> None:
+        if share and not os.environ.get(CONTROL_TOKEN):
+            raise ValueError(
+                f"refresh is {share}, but no API server of ours will ask what to read: start it with `kvgraft serve`, "
+                f"or set {CONTROL_TOKEN} to a secret and VLLM_PLUGINS=kvgraft"
+            )
+        self._known, self._refresh, self._reporting = known, Refresh(known.index), reporting
+        self._allowance, self._longest = Allowance(share), longest
+        self._unfinished: TextToRead | None = None  # has been handed out, and was not read to its end
+        self._num_tries = 0
+
+    def arrived(self, state: RequestState) -> None:
+        """A request brings a prompt."""
+        if not isinstance(state.options, Control):
+            self._allowance.num_brought += state.prompt_tokens
+
+    def grafted(self, state: RequestState, pages: Sequence[int]) -> None:
+        """A request grafts from these pages, which are held."""
+        if self._allowance.share:
+            self._refresh.note(state.offer.scope, state.namespace, pages)
+
+    def forget(self) -> None:
+        """What has been read may be of old weights."""
+        self._unfinished = None
+
+    def ended(self, state: RequestState) -> dict[str, Any]:
+        """Carry out a control request that has ended, or was aborted.
+
+        Returns:
+            `refresh`: the `tokens` to read and the `cache_salt` of their namespace; no tokens: there is nothing.
+            `read`: the `num_tokens` of the prompt, if it was read to its end.
+        """
+        if isinstance(state.options, Control) and state.options.op == READ:
+            return self._count(state)
+        text = self._next()
+        return {"tokens": text.tokens.tolist(), "cache_salt": text.namespace} if text else {"tokens": []}
+
+    def _next(self) -> TextToRead | None:
+        left, room = self._allowance.left, self._known.frozen.num_unpressed * self._known.block_size
+        if left <= 0:
+            return None
+        text = self._unfinished
+        if text is None or self._num_tries >= MAX_TRIES or len(text.tokens) > room:
+            text, self._num_tries = self._refresh.choose(min(left, room), self._longest), 0
+        self._unfinished, self._num_tries = text, self._num_tries + 1
+        return text
+
+    def _count(self, state: RequestState) -> dict[str, Any]:
+        """Account for what was computed of a text."""
+        request, unfinished = state.request, self._unfinished
+        if not state.admitted:
+            return {}
+        num_tokens = int(request.num_prompt_tokens)
+        num_read = max(0, min(int(request.num_computed_tokens), num_tokens) - state.report.prefix_tokens)
+        self._allowance.num_read += num_read
+        self._reporting.read_anew(num_read)
+        if not request.num_output_tokens:
+            return {}
+        if unfinished is not None and num_tokens >= len(unfinished.tokens):
+            self._unfinished = None
+        return {"num_tokens": num_tokens}
