@@ -5,14 +5,15 @@
 
 Two kinds of conversation of twelve turns. `growing`: each turn brings a new document and two earlier ones again, and a
 question; all of it stays. `moving`: each prompt holds a new document somewhere among the last ones, in new order, and a
-question. A condition is a policy and how the engine reuses; all of them answer the same prompts.
+question. A condition is a policy, how the engine reuses, and how much it reads anew between turns; all of them answer
+the same prompts.
 """
 
 import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -33,6 +34,7 @@ from kvgraft.evaluate.plots import COLOURS, STYLE, save
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.reuse.refresh import Allowance
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import Facts, make_documents
 from kvgraft.testbed.tasks import read
@@ -47,14 +49,27 @@ CHARACTERS = 700  # of one of real text
 FACTS = Facts(needle=24, variable=48, hop=24)
 SEED = 3000
 DEEP = 99  # a depth that nothing reaches
-CONDITIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "depth 0": ("transitive", {"continuation": True, "max_depth": 0}),
-    "depth 1": ("transitive", {"continuation": True, "max_depth": 1}),
-    "depth 2": ("transitive", {"continuation": True, "max_depth": 2}),
-    "depth 4": ("transitive", {"continuation": True, "max_depth": 4}),
-    "any depth": ("transitive", {"continuation": True, "max_depth": DEEP}),
-    "any depth, grafted anew": ("transitive", {"continuation": False, "max_depth": DEEP}),
-    "any depth, naive": ("naive", {"continuation": True, "max_depth": DEEP}),
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`refresh`: tokens that are read anew between turns, at most this share of those of the prompts so far."""
+
+    policy: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    refresh: float = 0.0
+
+
+CONDITIONS: Mapping[str, Condition] = {
+    "depth 0": Condition("transitive", {"max_depth": 0}),
+    "depth 1": Condition("transitive", {"max_depth": 1}),
+    "depth 2": Condition("transitive", {"max_depth": 2}),
+    "depth 4": Condition("transitive", {"max_depth": 4}),
+    "depth 4, read anew 5 %": Condition("transitive", {"max_depth": 4}, 0.05),
+    "depth 4, read anew": Condition("transitive", {"max_depth": 4}, 1.0),
+    "any depth": Condition("transitive", {"max_depth": DEEP}),
+    "any depth, grafted anew": Condition("transitive", {"continuation": False, "max_depth": DEEP}),
+    "any depth, naive": Condition("naive", {"max_depth": DEEP}),
 }
 
 
@@ -68,7 +83,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnRow:
-    """One prompt under one condition; `score` is None where no answer is known, `shares` are of its tokens."""
+    """One prompt under one condition; `score` is None where no answer is known, shares are of its tokens. `read_anew`
+    is what was read after its answer."""
 
     kind: str
     session: int
@@ -81,6 +97,7 @@ class TurnRow:
     continued: float
     grafted: float
     computed: float
+    read_anew: float
 
 
 def conversation(kind: Kind, rng: Random, documents: Sequence[str], questions: bool) -> Iterator[Turn]:
@@ -133,19 +150,25 @@ def make_sessions(count: int, seed: int, *, testbed: bool) -> list[tuple[Kind, i
 
 
 def answers(
-    engine: Engine, policy: str, known: Sequence[str], turns: Iterable[Turn]
-) -> Iterator[tuple[str, Tensor, Any]]:
-    """Text, first logits and report of every turn of a conversation, whose first documents are read alone before."""
+    engine: Engine, condition: Condition, known: Sequence[str], turns: Iterable[Turn]
+) -> Iterator[tuple[str, Tensor, Any, int]]:
+    """Text, first logits and report of every turn of a conversation, whose first documents are read alone before, and
+    the tokens that were read anew after it."""
     engine.clear_cache()
+    allowance = Allowance(condition.refresh)
     for text in known:
         engine.generate([Request(as_parts(("instruction :", text, "")), "full", SamplingParams(max_tokens=1))])
     for turn in turns:
         most = len((turn.answer or "").split()) or 1
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-        [result] = engine.generate([Request(as_parts(turn.segments, ()), policy, sampling, return_logits=True)])
+        request = Request(as_parts(turn.segments, ()), condition.policy, sampling, return_logits=True)
+        [result] = engine.generate([request])
         if result.first_logits is None:
             raise RuntimeError(result.error)
-        yield result.text, result.first_logits, result.report
+        allowance.num_brought += result.report.prompt_tokens
+        num_read = engine.read_anew(max(allowance.left, 0))
+        allowance.num_read += num_read
+        yield result.text, result.first_logits, result.report, num_read
 
 
 def run(model: Path, count: int, seed: int, conditions: Sequence[str]) -> list[TurnRow]:
@@ -153,19 +176,21 @@ def run(model: Path, count: int, seed: int, conditions: Sequence[str]) -> list[T
     sessions, rows = make_sessions(count, seed, testbed=model == MODEL_DIR), []
     truth: dict[tuple[str, int, int], Tensor] = {}
     with progress_bar(Console(stderr=True), "conversations") as on_progress:
-        for place, condition in enumerate(("full", *conditions)):
-            policy, options = CONDITIONS.get(condition, ("full", {}))
-            engine = Engine(model, dtype="float32", **options)
+        for place, name in enumerate(("full", *conditions)):
+            condition = CONDITIONS.get(name, Condition("full"))
+            engine = Engine(model, dtype="float32", **condition.engine)
             for at, (kind, number, known, turns) in enumerate(sessions):
-                for turn, (text, logits, report) in enumerate(answers(engine, policy, known, turns), 1):
+                answered = answers(engine, condition, known, turns)
+                for turn, (text, logits, report, num_read) in enumerate(answered, 1):
                     expected = truth.setdefault((kind, number, turn), logits)
                     answer = turns[turn - 1].answer
                     score = None if answer is None else contains_all(text, answer.split())
                     kl, total = first_token(logits, expected)["kl"], report.prompt_tokens
                     rows.append(
                         TurnRow(
-                            kind, number, turn, condition, score, kl, report.depth, report.prefix_tokens / total,
+                            kind, number, turn, name, score, kl, report.depth, report.prefix_tokens / total,
                             report.continued_tokens / total, report.grafted_tokens / total, report.computed_share,
+                            num_read / total,
                         )
                     )  # fmt: skip
                 on_progress(place * len(sessions) + at + 1, (len(conditions) + 1) * len(sessions))
@@ -185,13 +210,16 @@ def trend(rows: Sequence[TurnRow], of: str) -> tuple[float, float, float]:
 
 
 def table(rows: Sequence[TurnRow], kind: str) -> Table:
-    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what was computed."""
+    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what was computed, the
+    mean depth of what answers rest on, what was read anew."""
     found = Table(title=kind, box=box.MARKDOWN)
-    for name in ("condition", "1-3", "4-6", "7-9", "10-12", "all (95 %)", "a turn (95 %)", "reused", "computed"):
+    columns = "condition", "1-3", "4-6", "7-9", "10-12", "all (95 %)", "a turn (95 %)", "reused", "computed", "depth"
+    for name in (*columns, "read anew"):
         found.add_column(name, justify="left" if name == "condition" else "right")
     for condition in dict.fromkeys(row.condition for row in rows):
         mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
         reused = [np.mean([getattr(row, name) for row in mine]) for name in ("prefix", "continued", "grafted")]
+        means = [np.mean([getattr(row, name) for row in mine]) for name in ("computed", "depth", "read_anew")]
         for of in ("kl",) if rows[0].score is None else ("score", "kl"):
             values = [getattr(row, of) for row in mine]
             by_turn = np.array(values).reshape(-1, 4, TURNS // 4).mean((0, 2))
@@ -200,7 +228,7 @@ def table(rows: Sequence[TurnRow], kind: str) -> Table:
             found.add_row(
                 f"{condition}: {of}", *(f"{value:.3f}" for value in by_turn),
                 f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})", f"{slope:+.4f} ({least:+.4f} to {most:+.4f})",
-                " + ".join(f"{share:.2f}" for share in reused), f"{np.mean([row.computed for row in mine]):.3f}",
+                " + ".join(f"{share:.2f}" for share in reused), *(f"{value:.3f}" for value in means),
             )  # fmt: skip
     return found
 
@@ -249,7 +277,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = run(arguments.model, arguments.sessions, arguments.seed, conditions)
     (arguments.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    console = Console(width=170, record=True)
+    console = Console(width=190, record=True)
     for kind in KINDS:
         console.print(table(rows, kind))
     console.print(depth_table(rows))
