@@ -44,9 +44,23 @@ class Costs:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{item.name} must be a number of seconds of at least 0, got {value!r}")
 
-    def computing(self, num_tokens: np.ndarray | int, num_pairs: np.ndarray) -> np.ndarray:
+    def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray) -> np.ndarray:
         """Seconds of one pass; numbers of any shape."""
         found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * num_pairs
+        return found
+
+    def grafting(
+        self,
+        new: np.ndarray | int,
+        new_pairs: np.ndarray,
+        grafted: np.ndarray | int,
+        grafted_pairs: np.ndarray,
+        work: float,
+    ) -> np.ndarray:
+        """Seconds of a prompt of which so many tokens are new and so many are grafted: these are copied, and a share
+        `work` of them, and of the pairs that they would have, is computed beside what is new, in one more pass."""
+        recovered = self.computing(new + work * grafted, new_pairs + work * grafted_pairs)
+        found: np.ndarray = recovered + self.pass_s + self.copy_s * grafted
         return found
 
     def save(self, path: Path) -> None:
@@ -94,7 +108,7 @@ def calibrate(
         context: a prefill pass of a prompt with this plan, in blocks that hold nothing.
         length: tokens that these blocks hold; only so many are used as it takes.
     """
-    few, many, most = (-(-count // block_size) * block_size for count in (GPU if on_gpu else CPU))
+    few, many, most = (-(-count // block_size) * block_size for count in sizes(on_gpu))
     length = min(length // block_size * block_size, most)
     many = min(many, length)
     few = min(few, many // 2 // block_size * block_size or many)
@@ -103,6 +117,11 @@ def calibrate(
     rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
     copied = _copy_seconds(context, block_size, length) / (length - 1)
     return Costs(*(num_layers * float(found) for found in (*_fit(rows, seconds), copied)))
+
+
+def sizes(on_gpu: bool) -> tuple[int, int, int]:
+    """Tokens of a small and of a large pass, and of the prompt, that measuring takes."""
+    return GPU if on_gpu else CPU
 
 
 def count_pairs(first: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:

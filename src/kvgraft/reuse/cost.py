@@ -62,8 +62,8 @@ class CostModel:
         if not matches:
             return [], Estimate(full, full)
         share = self.work.get(policy, WORK)
-        reuse = self.costs.computing(active - (1 - share) * grafted, all_pairs - (1 - share) * grafted_pairs)
-        reuse += self.costs.pass_s + self.costs.copy_s * grafted
+        new, new_pairs = active - grafted, all_pairs - grafted_pairs
+        reuse = self.costs.grafting(new, new_pairs, grafted, grafted_pairs, share)
         behind = num_tokens - starts - grafted  # new text that becomes approximate
         lost = self.costs.computing(behind, count_pairs(starts, num_tokens) - grafted_pairs) - self.costs.pass_s
         gain = full - reuse - (0.0 if approximate else self.exact_value) * lost
