@@ -107,7 +107,7 @@ def check(host: Host, plain: HostProcess, seed: int, num_requests: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_traffic(host: Host, plain: HostProcess, seed: int):
     check(host, plain, seed, num_requests=80)
 
