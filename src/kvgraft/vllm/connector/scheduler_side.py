@@ -202,10 +202,9 @@ class SchedulerSide:
             for rank, report in reported.stores.items():
                 self.stored.on_report(rank, report)
                 self.reporting.stored(report.counts)
-        for request_id in output.finished_recving or ():
-            state = self._requests.get(request_id)
-            if state is not None and state.recovering:
-                self._end_recovery(state, reported.outcomes.get(request_id, RecoveryResult("error")))
+        ended = output.finished_recving or set()
+        for state in [state for state in self._requests.values() if state.id in ended and state.recovering]:
+            self._end_recovery(state, reported.outcomes.get(state.id, RecoveryResult("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
