@@ -306,9 +306,9 @@ class SchedulerSide:
         else:
             self.reporting.recovered(state, candidate, outcome)
             if candidate is not None and not state.whole:
-                plan = candidate.plan
-                num_recovered = outcome.computed_share * plan.num_tokens - int(plan.fresh.sum())
-                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()))
+                plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
+                num_recovered = outcome.computed_share * plan.num_tokens - num_new
+                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
         self._early_reports.add(state)
 
     def _offer_running(self) -> None:
