@@ -3,7 +3,7 @@ others, against an ideal cache: whole documents, the least recently used reclaim
 
     python benchmarks/pool.py --plot pool.png                                # 500 queries, a pool of 1.5 corpora
     python benchmarks/pool.py --pool 0.5 --json > small.json
-    python benchmarks/pool.py --before small.json --plot both.png            # with another run in the picture
+    python benchmarks/pool.py --beside small.json --plot both.png            # with another run in the picture
 
 Documents come in a new order and behind other text each time, so prefix caching finds nothing of them. The model is
 random and small: what counts is whose pages are reclaimed.
@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import numpy as np
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvgraft.evaluate.progress import progress_bar
 from replay import TINY, TINY_LAYERS
@@ -64,6 +65,9 @@ class Curve:
         return sum(found[-last:]) / sum(self.known[-last:])
 
 
+Lines = dict[str, tuple[Curve, list[int]]]  # what was found, by name
+
+
 def make_corpus(documents: int, rng: np.random.Generator) -> list[list[int]]:
     """Texts of random tokens."""
     return [rng.integers(1, VOCABULARY, length).tolist() for length in rng.integers(*LENGTHS, documents)]
@@ -103,7 +107,9 @@ def main(
     pool: Annotated[float, typer.Option(help="Size of the KV pool, in corpora.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Of texts and queries.")] = 0,
     ours: Annotated[list[str] | None, typer.Option(help="A flag of the server (repeatable).")] = None,
-    before: Annotated[Path | None, typer.Option(help="JSON of another run, for the picture.")] = None,
+    beside: Annotated[
+        list[Path] | None, typer.Option(help="JSON of another run to show, by its name (repeatable).")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -117,7 +123,7 @@ def main(
     num_blocks, longest = round(pool * sum(sizes) / BLOCK), max(len(query.tokens) for query in asked)
     if longest + 1 > min(MAX_MODEL_LEN, num_blocks * BLOCK):
         raise typer.BadParameter(f"a prompt of {longest} tokens needs a larger --pool, of {num_blocks} blocks now")
-    earlier = None if before is None else _read(before)
+    others = {path.stem: _read(path) for path in beside or []}
     console = Console(quiet=json_out)
     with TemporaryDirectory() as folder:
         make_random_model(Path(folder), TINY_LAYERS, MAX_MODEL_LEN, TINY)
@@ -132,9 +138,11 @@ def main(
             grafted = _ask(f"{server.url}/v1/completions", asked)
     ideal = ideally_found(asked, sizes, num_blocks * BLOCK - longest)
     curve = Curve([len(query.tokens) - OPENING - QUESTION for query in asked], grafted, ideal)
-    console.print(_table(curve, earlier))
+    lines = {"ideal cache of documents": (curve, curve.ideal), "grafted": (curve, curve.grafted)}
+    lines |= {f"grafted ({name})": (other, other.grafted) for name, other in others.items()}
+    console.print(_table(lines))
     if plot:
-        draw(curve, earlier, plot)
+        draw(lines, plot)
         errors.print(f"wrote {plot}")
     if json_out:
         print(json.dumps({"configuration": head, "curve": asdict(curve)}))
@@ -153,36 +161,29 @@ def _ask(url: str, queries: Sequence[Query]) -> list[int]:
     return found
 
 
-def _table(curve: Curve, earlier: Curve | None) -> Any:
-    table = markdown_table(
-        ["share of document tokens", "all", f"last {LAST}", "of the ideal, last"], ["share of document tokens"]
-    )
-    ideal = curve.share(curve.ideal, LAST)
-    for name, own, found in (
-        ("ideal cache of documents", curve, curve.ideal),
-        ("grafted", curve, curve.grafted),
-        *([("grafted, the other run", earlier, earlier.grafted)] if earlier else []),
-    ):
-        last = own.share(found, LAST)
-        table.add_row(name, f"{own.share(found):.3f}", f"{last:.3f}", f"{last / ideal:.3f}")
+def _table(lines: Lines) -> Table:
+    table = markdown_table(["", "of all document tokens", f"of the last {LAST} prompts'", "of the ideal"])
+    ideal = next(curve.share(found, LAST) for curve, found in lines.values())
+    for name, (curve, found) in lines.items():
+        last = curve.share(found, LAST)
+        table.add_row(name, f"{curve.share(found):.3f}", f"{last:.3f}", f"{last / ideal:.3f}")
     return table
 
 
-def draw(curve: Curve, earlier: Curve | None, path: Path) -> None:
-    """Means of `WINDOW` queries, from the first to the last."""
+def draw(lines: Lines, path: Path) -> None:
+    """Running means, from the first query to the last; the first line is the ideal."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
     from kvgraft.evaluate.plots import STYLE, save
 
-    lines = [("ideal cache of documents", curve, curve.ideal, "#a9b2c0"), ("grafted", curve, curve.grafted, "#2f9e6e")]
-    if earlier:
-        lines.append(("grafted, the other run", earlier, earlier.grafted, "#c0504d"))
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 3.8))
-        for name, own, found, colour in lines:
-            shares = np.convolve(np.array(found) / own.known, np.ones(WINDOW) / WINDOW, "valid")
-            axes.plot(range(WINDOW, WINDOW + len(shares)), shares, color=colour, label=name)
+        for number, (name, (curve, found)) in enumerate(lines.items()):
+            window = min(WINDOW, len(found))
+            shares = np.convolve(np.array(found) / curve.known, np.ones(window) / window, "valid")
+            colour = "#a9b2c0" if number == 0 else f"C{number - 1}"
+            axes.plot(range(window, window + len(shares)), shares, color=colour, label=name)
         axes.set_xlabel(f"query (mean of {WINDOW})")
         axes.set_ylabel("share of document tokens")
         axes.set_ylim(0, 1.02)

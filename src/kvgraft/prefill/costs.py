@@ -13,7 +13,8 @@ from kvgraft.prefill.context import PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.matches import Match
 
-REPEATS = 3
+REPEATS = 3  # of a pass; small ones are repeated more, since whatever else runs delays them most
+SMALL_REPEATS = 10
 MEASURED = "measured"
 CPU = (16, 128, 1024)  # tokens of a small and of a large pass, and of a prompt
 GPU = (128, 2048, 4096)
@@ -113,7 +114,10 @@ def calibrate(
     many = min(many, length)
     few = min(few, many // 2 // block_size * block_size or many)
     shapes = [(few, few), (many, many), (few, length), (many, length)]
-    seconds = np.array([_layer_seconds(context, block_size, *shape) for shape in shapes])
+    repeats = [SMALL_REPEATS if count == few else REPEATS for count, _ in shapes]
+    seconds = np.array(
+        [_layer_seconds(context, block_size, *shape, n) for shape, n in zip(shapes, repeats, strict=True)]
+    )
     rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
     copied = _copy_seconds(context, block_size, length) / (length - 1)
     return Costs(*(num_layers * float(found) for found in (*_fit(rows, seconds), copied)))
@@ -144,22 +148,22 @@ def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found
 
 
-def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int) -> float:
+def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int, repeats: int) -> float:
     """Of one layer for the last tokens of a prompt, the others of which are there."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
-    return _least(lambda: context(plan), lambda ctx: ctx.layer(0, ctx.embed(plan.active)))
+    return _least(lambda: context(plan), lambda ctx: ctx.layer(0, ctx.embed(plan.active)), repeats)
 
 
 def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
     """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
     plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0)])
-    return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)))
+    return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)), SMALL_REPEATS)
 
 
-def _least(make: Callable[[], PrefillContext], work: Callable[[PrefillContext], object]) -> float:
+def _least(make: Callable[[], PrefillContext], work: Callable[[PrefillContext], object], repeats: int) -> float:
     """Seconds of the fastest of some runs; results are waited for."""
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         ctx = make()
         started = time.perf_counter()
         work(ctx)
