@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvgraft.evaluate.cost_profile import CostProfile, estimate, render
 from kvgraft.prefill.costs import Costs
-from kvgraft.reuse.cost import CostModel
+from kvgraft.reuse.cost import CostModel, Work
 from kvgraft.segments.matches import Match
 
 COSTS = Costs(pass_s=3e-3, token_s=2e-4, pair_s=5e-8, copy_s=1e-6)
@@ -18,7 +18,7 @@ COSTS = Costs(pass_s=3e-3, token_s=2e-4, pair_s=5e-8, copy_s=1e-6)
 def test_estimates_are_those_of_the_cost_model(share: float):
     for one in estimate(COSTS, share, [512, 5000]):
         known = Match(0, one.tokens - 1, 0, np.zeros(-(-one.tokens // 16), np.int32), 0)
-        _, expected = CostModel(COSTS, exact_value=0.0, work={"p": share}).choose([known], one.tokens, 0, "p")
+        _, expected = CostModel(COSTS, exact_value=0.0, work={"p": Work(share)}).choose([known], one.tokens, 0, "p")
         assert (one.full_s, one.grafted_s) == pytest.approx((expected.full_s, expected.reuse_s))
         assert one.copied_s == pytest.approx(1e-6 * (one.tokens - 1))
 

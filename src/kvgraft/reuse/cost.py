@@ -28,9 +28,14 @@ class Estimate:
 class Work:
     """What a policy computes beside what is new, in tokens of all layers: a share of what is grafted, and a share of
     what is new once more (some compute the first layers of it twice). Least squares over its recoveries, the last of
-    which count most."""
+    which count most.
 
-    def __init__(self) -> None:
+    Args:
+        assumed: of what is grafted, before there was any.
+    """
+
+    def __init__(self, assumed: float = WORK) -> None:
+        self._assumed = np.array([assumed, 0.0])
         self._squares, self._products = np.zeros((2, 2)), np.zeros(2)
 
     def learn(self, num_recovered: float, num_grafted: int, num_new: int) -> None:
@@ -46,7 +51,7 @@ class Work:
     @property
     def shares(self) -> tuple[float, float]:
         """(of what is grafted, of what is new), at least 0."""
-        squares, products = self._squares + PRIOR * np.eye(2), self._products + PRIOR * np.array([WORK, 0.0])
+        squares, products = self._squares + PRIOR * np.eye(2), self._products + PRIOR * self._assumed
         of_grafted, of_new = np.linalg.solve(squares, products)
         if of_grafted < 0 or of_new < 0:
             of_grafted, of_new = (
@@ -93,8 +98,8 @@ class CostModel:
         full = float(self.costs.computing(active, all_pairs))
         if not matches:
             return [], Estimate(full, full)
-        work = self.work.get(policy)
-        of_grafted, of_new = (WORK, 0.0) if work is None else work.shares
+        work = self.work.get(policy, Work())
+        of_grafted, of_new = work.shares
         new, new_pairs = (1 + of_new) * (active - grafted), (1 + of_new) * (all_pairs - grafted_pairs)
         reuse = self.costs.grafting(new, new_pairs, grafted, grafted_pairs, of_grafted)
         behind = num_tokens - starts - grafted  # new text that becomes approximate
@@ -102,8 +107,7 @@ class CostModel:
         gain = full - reuse - (0.0 if approximate else self.exact_value) * lost
         best = int(gain.argmax())
         if gain[best] <= 0:
-            if work is not None:
-                work.doubt()
+            work.doubt()
             return [], Estimate(full, full)
         return list(matches[best:]), Estimate(full, float(reuse[best]))
 
