@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 # two processes run the tests, those that share an engine or a server in one of them (tests/README.md)
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
+# what one process has compiled is there for the next: tests start many
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve docs test test-all test-soak test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets

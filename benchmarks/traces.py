@@ -2,6 +2,7 @@
 
 A line of a trace is `{"session": NAME, "timestamp": SECONDS, "body": {...}}`, or a bare body, which then belongs to the
 session that has the file's name. Recorders that write more (a `type`, responses between the requests) are understood.
+Sessions, times, messages and tokens are read as `kvgraft analyze` reads them.
 """
 
 import json
@@ -13,7 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvgraft.evaluate.traffic.records import timestamp_of
+import numpy as np
+
+from kvgraft.evaluate.traffic.records import Prompt, prompts_of, session_of, timestamp_of
+from kvgraft.evaluate.traffic.tokens import open_tokens, pieces_of
 
 Body = Mapping[str, Any]
 EncodeBody = Callable[[Body], list[int]]
@@ -85,7 +89,7 @@ def _read_file(path: Path) -> tuple[list[Session], int]:
                 at_s = timestamp_of(entry) or 0.0
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
-            turns.setdefault(str(entry.get("session", path.stem)), []).append(Turn(at_s, body))
+            turns.setdefault(session_of(entry, body) or path.stem, []).append(Turn(at_s, body))
     kept = [(name, sorted(found, key=lambda turn: turn.at_s)) for name, found in turns.items()]
     return [Session(name, "recorded", tuple(found)) for name, found in kept], skipped
 
@@ -100,30 +104,24 @@ def text_of_body(body: Body) -> str:
     Raises:
         ValueError: a prompt of token ids, or a part of a message that is no text.
     """
-    if "prompt" in body:
-        if not isinstance(body["prompt"], str):
-            raise ValueError(f"a prompt must be a string here, got {type(body['prompt']).__name__}")
-        return body["prompt"]
-    texts = [json.dumps(body["tools"])] if body.get("tools") else []
-    for message in body["messages"]:
+    prompt = _prompt_of(body)
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, tuple):
+        raise ValueError(f"a prompt must be a string here, got {len(prompt)} token ids")
+    texts = [json.dumps(prompt.tools)] if prompt.tools else []
+    for message in prompt.messages:
         calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-        texts.append(f"{message['role']} : {content_of(message)}{calls}")
+        texts.append(f"{message['role']} : {message['content']}{calls}")
     return "".join(f"{text}\n\n" for text in texts)
 
 
-def content_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, be it one string or parts.
-
-    Raises:
-        ValueError: a part that is no text.
-    """
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.get("type") != "text":
-            raise ValueError(f"only text can be replayed, got a part of type {part.get('type')!r}")
-    return "".join(part["text"] for part in content)
+def _prompt_of(body: Body) -> Prompt:
+    """What a body asks, as `kvgraft analyze` reads it; ValueError if that is nothing or several prompts."""
+    prompts = prompts_of(body)
+    if len(prompts) > 1:
+        raise ValueError(f"a body must ask one thing here, got a batch of {len(prompts)} prompts")
+    return prompts[0]
 
 
 def hashed(vocab_size: int) -> EncodeBody:
@@ -138,32 +136,13 @@ def hashed(vocab_size: int) -> EncodeBody:
 
 
 def tokenised(folder: Path) -> EncodeBody:
-    """Bodies as a model directory's tokenizer and chat template have them; without a template as text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    """Bodies as a model directory's tokenizer and chat template have them, and `kvgraft analyze --tokenizer`."""
+    reader = open_tokens(folder)
 
     def encode(body: Body) -> list[int]:
-        if "prompt" in body or not tokenizer.chat_template:
-            return tokenizer.encode(text_of_body(body))
-        messages = [_for_template(message) for message in body["messages"]]
-        text = tokenizer.apply_chat_template(
-            messages, tools=body.get("tools"), add_generation_prompt=True, tokenize=False
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return np.concatenate(pieces_of(_prompt_of(body), reader)).tolist()
 
     return encode
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: text in one piece, arguments of calls as objects."""
-    plain = {**message, "content": content_of(message)}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return plain
 
 
 class OwnAnswers:

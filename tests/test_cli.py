@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import typer
 
 import kvgraft
 from chunks import SIZE, make_chunk, put
+from kvgraft import Engine
 from kvgraft.cli import app, run
+from kvgraft.prefill.costs import Costs
+from kvgraft.reuse.cost import WORK
 from kvgraft.segments.store import SegmentStore
 from kvgraft.testbed import MODEL_DIR
 
@@ -323,3 +327,42 @@ def test_what_eval_and_inspect_refuse_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_profile_costs_writes_what_an_engine_and_analyze_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = tmp_path / "costs.json"
+    assert run(app, ["profile-costs", "-o", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    costs = Costs.load(out)
+    assert found["costs"] == json.loads(out.read_text()) == asdict(costs)
+    assert (found["measured_tokens"], found["recomputed_share"]) == (1024, WORK)
+    assert [prompt["tokens"] for prompt in found["prompts"]] == [1024, 4096, 16384]
+    assert all(prompt["full_s"] > 0 < prompt["copied_s"] <= prompt["grafted_s"] for prompt in found["prompts"])
+    assert Engine(MODEL_DIR, num_pages=64, costs=out).memory.lookup.cost_model.costs == costs  # type: ignore[union-attr]
+    assert run(app, ["profile-costs", "--out", str(out), "--recomputed-share", "0"]) == 0
+    assert "0% is computed again" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a model directory"),
+        (["-o", "nowhere/costs.json"], "nowhere/costs.json: there is no directory nowhere"),
+        (["-o", "."], ". is a directory: name a file"),
+        (["--recomputed-share", "2"], "--recomputed-share must be a share from 0 to 1, got 2.0"),
+        (["--device", "tpu"], "device 'tpu' is not available"),
+    ],
+)
+def test_what_profile_costs_refuses_is_one_line_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(app, ["profile-costs", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []

@@ -204,19 +204,20 @@ def test_recordings_of_other_forms_are_read(tmp_path: Path):
     parts = [{"type": "text", "text": "known"}, {"type": "text", "text": " words"}]
     asked = {"messages": [{"role": "user", "content": parts}]}
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (
-        {"type": "request", "timestamp_rel_s": 2.0, "body": asked | {"user": "late"}},
+        {"type": "request", "timestamp_rel_s": 2.0, "body": asked | {"model": "late"}},
         {"type": "response", "timestamp_rel_s": 3.0, "body": {"choices": []}},
         {"type": "request", "timestamp_rel_s": 1.0, "body": asked},
         {"type": "request", "timestamp_rel_s": 0.0, "body": None},
     )))  # fmt: skip
     dated = {"session": "c", "timestamp": "1970-01-01T00:00:05+00:00", "body": {"prompt": "dated"}}
-    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'prompt': 'bare'})}\n{json.dumps(dated)}\n")
+    lines = ({"prompt": "bare"}, dated, {"prompt": "x", "user": "d"}, {"session_id": 7, "body": {"prompt": "y"}})
+    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found, skipped = read_traces([tmp_path], 9)
-    assert [session.name for session in found] == ["a", "b", "c"]
+    assert [session.name for session in found] == ["a", "b", "c", "d", "7"]
     assert found[2].turns[0].at_s == 5.0
     assert [turn.at_s for turn in found[0].turns] == [1.0, 2.0]
     assert skipped == 2
-    assert text_of_body(found[0].turns[0].body) == "user : known words\n\n"
+    assert text_of_body(found[0].turns[0].body) == "user : known\n words\n\n"
     assert text_of_body(found[1].turns[0].body) == "bare"
     assert [session.name for session in read_traces([tmp_path], 1)[0]] == ["a"]
 
@@ -241,9 +242,9 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, line: str, message: str):
 
 
 def test_what_is_no_text_is_refused():
-    with pytest.raises(ValueError, match="a prompt must be a string here, got list"):
+    with pytest.raises(ValueError, match="a prompt must be a string here, got 2 token ids"):
         text_of_body({"prompt": [1, 2]})
-    with pytest.raises(ValueError, match="got a part of type 'image_url'"):
+    with pytest.raises(ValueError, match='a content part of type "image_url": only text'):
         text_of_body({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
 
 

@@ -1,13 +1,15 @@
 """Requests that graft from namespaces beside their own: whose text they find, and whose they never touch."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvgraft import Engine, Request, RequestError, Result, SamplingParams
+from kvgraft import Engine, Request, RequestError, Result, SamplingParams, Segment
 from kvgraft.prefill.policies import SparseX
+from kvgraft.segments.prompt import Part
 from kvgraft.segments.store import StoreOptions
 from models import VOCAB_SIZE
 
@@ -124,6 +126,42 @@ def test_a_reader_under_pressure_sheds_its_own_frozen_text_and_none_of_what_it_r
     assert entries["manual"] == (12, 0)
     assert entries.get("notes", (0, 6))[1] > 0
     engine.check()
+
+
+@pytest.mark.parametrize("policy", ["condense:kept_share=0.5", "samkv:block_tokens=16,kept_share=0.5"])
+def test_documents_that_others_have_read_are_not_read_again(engine: Engine, policy: str):
+    documents = [Segment(" ".join(f"w{token % 100}" for token in tokens(60, seed))) for seed in (31, 32)]
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def answer(namespace: str, *parts: Part, **more: Any) -> Result:
+        request = Request([*parts, "w1 w2 w3"], policy, sampling, namespace, return_logits=True, **more)
+        return engine.generate([request])[0]
+
+    answer("wiki", documents[0])
+    alone = answer("nobody else", *documents, remember=False)
+    found = answer("mine", *documents, **WIKI)
+    counts = [result.report.counts["documents_read"] for result in (alone, found)]
+    assert counts == [2, 1]
+    assert torch.equal(found.first_logits, alone.first_logits)  # type: ignore[arg-type]
+    for namespace, more in (("mine", {}), ("yours", WIKI), ("wiki", {})):
+        again = answer(namespace, *documents, remember=False, **more)
+        assert again.report.counts["documents_read"] == 1, "what was read there stays there, and nowhere else"
+    request = Request([*documents, "w1"], policy, namespace="yours", **WIKI)  # type: ignore[arg-type]
+    assert engine.read_documents(request) == 1
+    assert engine.read_documents(request) == 0
+
+
+def test_a_deleted_segment_is_found_until_its_blocks_and_the_store_have_lost_it(model: Path):
+    with Engine(model, dtype="float32", num_pages=40, store=StoreOptions()) as engine:
+        engine.freeze("manual", Request(KNOWN, namespace="wiki"))
+        engine.frozen.delete("manual", "wiki")
+        assert ask(engine, MOVED, remember=False, **WIKI).report.grafted_tokens >= 192, "its blocks are still there"
+        assert engine.store is not None
+        engine.store.flush()
+        engine.clear_cache()
+        result = ask(engine, MOVED, remember=False, **WIKI)
+        assert (result.report.counts["restored_blocks"], len(engine.frozen.list())) == (12, 0)
+        assert result.report.grafted_tokens >= 192
 
 
 @pytest.mark.parametrize("disk", [False, True])

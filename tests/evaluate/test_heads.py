@@ -49,6 +49,7 @@ def test_classes_follow_from_far_mass_then_from_shift():
     assert heads.classify(shift, far, None, 0.25) == ((R, L), (G, R), (L, R))
 
 
+@pytest.mark.slow
 def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
     [sample, _] = heads.generated_samples(engine, seed=3, count=2, length=512)
     effect = heads.measure_effect(engine.decoder, sample, sinks=4, window=32)
@@ -100,6 +101,7 @@ def test_maps_of_disjoint_prompts_agree(engine: Engine):
     assert L not in {name for layer in found.head_map.classes[1:] for name in layer}
 
 
+@pytest.mark.slow
 def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
     samples = heads.text_samples(engine, ["the old door closed . " * 600], count=3, length=256)
     assert [len(sample.body) for sample in samples] == [192] * 3

@@ -242,6 +242,18 @@ def test_anchors_begin_segments() -> None:
     assert {(0, 92), (92, 196), (196, 452)} <= spans  # the second one was too short alone, the last is cut at 256
 
 
+def test_segments_without_enough_wanted_tokens_are_left_out() -> None:
+    tokens, wanted = text(0, 2000), np.zeros(2000, bool)
+    wanted[700:900] = wanted[1500:1507] = True  # the second stretch is shorter than a run that is worth a graft
+    segmenter = Segmenter(Similarity())
+    every, some = segmenter.cut(tokens, SCOPE), segmenter.cut(tokens, SCOPE, wanted)
+    kept = (np.minimum(every.stops, 900) - np.maximum(every.starts, 700)) >= 8
+    assert 0 < kept.sum() < len(kept)
+    np.testing.assert_array_equal(some.starts, every.starts[kept])
+    np.testing.assert_array_equal(some.stops, every.stops[kept])
+    np.testing.assert_array_equal(some.signatures, every.signatures[kept])
+
+
 def test_text_read_again_adds_nothing_and_buckets_are_bounded() -> None:
     library = Library()
     first = library.read(text(0, 640))

@@ -35,21 +35,25 @@ def words(number: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ask:
-    """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace."""
+    """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace.
+    `logprobs`: whether those of the generated tokens are wanted."""
 
     prompt: Sequence[int]
     options: dict[str, Any] | None = None
     salt: str | None = None
     max_tokens: int = 8
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: generated tokens, cached tokens of the prompt, and our report (empty from plain vLLM)."""
+    """What came back: generated tokens, cached tokens of the prompt, our report (empty from plain vLLM), and what was
+    asked for of logprobs, one for each token."""
 
     tokens: list[int]
     cached: int
     report: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def grafted(self) -> int:
@@ -95,11 +99,14 @@ def as_sampling(ask: Ask, **fields: Any) -> Any:
     from vllm import SamplingParams
 
     extra = None if ask.options is None else {"kv_transfer_params": {"kvgraft": ask.options}}
-    settings = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "extra_args": extra} | fields
-    return SamplingParams(**settings)
+    settings = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "extra_args": extra}
+    wanted = {"logprobs": 0} if ask.logprobs else {}
+    return SamplingParams(**settings | wanted | fields)
 
 
 def as_answer(output: Any) -> Answer:
     """From vLLM's `RequestOutput`."""
     report = (output.kv_transfer_params or {}).get("kvgraft", {})
-    return Answer(list(output.outputs[0].token_ids), output.num_cached_tokens or 0, report)
+    tokens, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs or []
+    logprobs = [step[token].logprob for token, step in zip(tokens, steps, strict=False)]
+    return Answer(tokens, output.num_cached_tokens or 0, report, logprobs)

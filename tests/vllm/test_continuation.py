@@ -1,6 +1,5 @@
 """Prompts that begin with an earlier one go on with its KV in vLLM's blocks; nobody else ever finds that."""
 
-import numpy as np
 import pytest
 import torch
 from engines import BLOCK, EVERYTHING, NAIVE, NUM_BLOCKS, OFF, Answer, Ask, words
@@ -11,7 +10,6 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.policies import SparseX
 
 DOCUMENT, OPENING = words(300, 1), words(70, 2)
-EXACT = {"reuse": "exact"}
 FIRST = 64  # the first graft stands in the block that begins here
 
 
@@ -174,7 +172,7 @@ def test_nobody_goes_on_with_what_is_half_recovered(
     assert [exact.tokens] == plain.tokens(prompt)
 
 
-@pytest.mark.parametrize("options", [OFF, EXACT, {"policy": "full"}], ids=str)
+@pytest.mark.parametrize("options", [OFF, {"reuse": "exact"}, {"policy": "full"}], ids=str)
 def test_who_wants_exact_kv_gets_it(host: Host, plain: HostProcess, options: dict):
     prompt = first_turn(host)
     [answer] = host.ask(Ask(prompt, options))
@@ -265,30 +263,6 @@ def test_a_preempted_request_goes_on_again(host: Host):
     assert len(answer.tokens) == 60
     [exact] = host.ask(Ask(prompt, OFF))
     assert kinds(exact)[1:] == (0, 0)
-
-
-def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_them(host: Host, plain: HostProcess):
-    """Conversations of two tenants over the same documents, with and without reuse."""
-    rng = np.random.default_rng(0)
-    documents = [words(int(rng.integers(40, 160)), 100 + n) for n in range(5)]
-    histories: dict[tuple[str, int], list[int]] = {}
-    exact: list[tuple[list[int], list[int]]] = []
-    for number in range(60):
-        place = str(rng.integers(2)), int(rng.integers(3))
-        history = histories.get(place, words(20, 50 + place[1]))
-        if len(history) > 900:
-            history = words(20, 50 + place[1])
-        prompt = history + documents[rng.integers(5)] + words(int(rng.integers(1, 30)), 1000 + number)
-        options = [NAIVE, EVERYTHING, OFF, EXACT, {"policy": "full"}][int(rng.integers(5))]
-        [answer] = host.ask(Ask(prompt, options, place[0], max_tokens=int(rng.integers(1, 40))))
-        if options in (OFF, EXACT, {"policy": "full"}):
-            assert kinds(answer)[1:] == (0, 0)
-            exact.append((prompt, answer.tokens))
-        histories[place] = prompt + answer.tokens
-    assert host.count("tokens_total", "continued") > 0
-    assert len(exact) > 20
-    for prompt, tokens in exact:
-        assert [tokens] == plain.tokens(prompt, max_tokens=len(tokens))
 
 
 def test_a_preempted_request_that_is_aborted_leaves_what_it_can(host: Host):

@@ -460,6 +460,7 @@ def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters:
     torch.testing.assert_close(moved.flatten(1), at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this")
 
 
+@pytest.mark.slow
 def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
     documents = [[20 + (i * i + 7 * d) % 400 for i in range(150)] for d in range(2)]
     prompt = [*range(30, 70), *documents[1], *documents[0], *range(90, 100)]

@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engines import BLOCK, NAIVE, OFF, Ask, words
 from hosts import Host
+from test_exactness import TOLERANCE, kv_while_decoding
+from traffic import EVERY_WAY, SHORT, WANT_EXACT, Traffic
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+from vllm.v1.request import Request
 
 OPENING, DOCUMENT = words(3 * BLOCK, 1), words(300, 2)
 GRAFTED = OPENING + words(40, 3) + DOCUMENT + words(50, 4)
@@ -151,3 +158,67 @@ def test_a_preempted_request_tells_of_its_exact_blocks_alone(host: Host, router:
     host.scheduler._preempt_request(request, 0.0)
     host.finish(name)
     assert router.texts == blocks_of(OPENING, DOCUMENT, GRAFTED[: NUM_EXACT * BLOCK])
+
+
+@pytest.mark.parametrize("num_requests", [100, pytest.param(2000, marks=pytest.mark.soak)])
+def test_of_a_whole_run_exact_blocks_alone_are_told(
+    host: Host, router: Router, monkeypatch: pytest.MonkeyPatch, num_requests: int
+):
+    """Each under the hash of its text in its namespace, and what is held at the end has the KV of full prefill."""
+    publish, seen = router.publish, set[int]()
+
+    def publish_and_look(batch: Any) -> None:
+        publish(batch)
+        found = approximate_pages(host)
+        assert found.isdisjoint(told_pages(host, router).values())
+        seen.update(found)
+
+    monkeypatch.setattr(router, "publish", publish_and_look)
+    monkeypatch.setattr(host.known.index, "max_depth", 4)  # which traffic changes
+    traffic = Traffic(host, np.random.default_rng(3), WANT_EXACT, EVERY_WAY, SHORT, (1, 8, 60), most_alive=16)
+    for max_depth in (4, 0, 1, 4):
+        traffic.reset(max_depth)
+        traffic.run(num_requests // 4)
+    host.settle()
+    assert min(len(seen), len(router.told), router.num_removed, host.num_preemptions) > 0
+    pages, chains = told_pages(host, router), [*told_chains(router)]
+    assert pages.keys() == (+router.held).keys()
+    keys, values = host.read_kv(host.slots_of(pages.values()))
+    rows = {block_hash: slice(BLOCK * row, BLOCK * (row + 1)) for row, block_hash in enumerate(pages)}
+    for number, (salt, tokens, block_hashes) in enumerate(chains):
+        hasher = host.engine.engine_core.engine_core.request_block_hasher
+        exact = Request("", tokens, SamplingParams(), None, cache_salt=salt, block_hasher=hasher)
+        assert [*map(maybe_convert_block_hash, exact.block_hashes)] == block_hashes
+        if held := [block for block, block_hash in enumerate(block_hashes) if block_hash in pages]:
+            truth = kv_while_decoding(host, [*tokens, 5], OFF, salt=f"nobody {number}")[:2]
+            for block in held:
+                where, row = slice(BLOCK * block, BLOCK * (block + 1)), rows[block_hashes[block]]
+                for told, right in zip((keys, values), truth, strict=True):
+                    torch.testing.assert_close(told[:, row], right[:, where], atol=TOLERANCE, rtol=0)
+
+
+def approximate_pages(host: Host) -> set[int]:
+    """Those that hold or follow grafts in some living request."""
+    side, blocks_of = host.side, host.manager.get_block_ids
+    states = side._requests.values()
+    return {page for state in states for page in blocks_of(state.id)[0][side._hiding.first_block(state) :]}
+
+
+def told_pages(host: Host, router: Router) -> dict[Any, int]:
+    """Where a router would find the blocks that it believes to be there."""
+    pool = host.manager.block_pool.blocks
+    cached = {maybe_convert_block_hash(get_block_hash(b.block_hash)): b.block_id for b in pool if b.block_hash}
+    return {block_hash: page for block_hash, page in cached.items() if router.held[block_hash] > 0}
+
+
+def told_chains(router: Router) -> Iterator[tuple[str | None, list[int], list[Any]]]:
+    """Every text of which blocks were told up to its end: its namespace, its tokens, the hashes of its blocks."""
+    for last in router.told.keys() - {parent for parent, *_ in router.told.values()}:
+        block_hashes: list[Any] = []
+        tokens: list[int] = []
+        before, extra_keys = last, None
+        while before is not None:
+            block_hashes.append(before)
+            before, block, extra_keys = router.told[before]
+            tokens[:0] = block
+        yield (extra_keys[0] if extra_keys else None), tokens, block_hashes[::-1]

@@ -80,6 +80,7 @@ def conversation(model: Path, head_map: Path) -> tuple[list[Any], dict[str, Any]
     )
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_native_engine(native: Engine, conversation: tuple[list[Any], dict[str, Any]]):
     rounds, said = conversation
     for asks, answers in zip(rounds, said["rounds"], strict=True):
@@ -88,6 +89,7 @@ def test_answers_are_those_of_the_native_engine(native: Engine, conversation: tu
     assert [answers["cached"] for answers in said["rounds"]] == [[0], [0], [0], [672], [0, 0, 672], [0]]
 
 
+@pytest.mark.slow
 def test_the_pool_holds_sinks_and_windows_only(conversation: tuple[list[Any], dict[str, Any]]):
     _, said = conversation
     kinds = dict(map(tuple, said["groups"]))

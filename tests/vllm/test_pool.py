@@ -21,11 +21,11 @@ from properties import examples
 BLOCK, NUM_PAGES = 4, 9
 
 
-def make_pool() -> BlockPool:
-    """vLLM's pool of NUM_PAGES pages and the null block."""
+def make_pool(num_pages: int = NUM_PAGES) -> BlockPool:
+    """vLLM's pool of so many pages and the null block."""
     if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process may have its own
         kv_cache_utils.init_none_hash(sha256)
-    return BlockPool(num_gpu_blocks=NUM_PAGES + 1, enable_caching=True, hash_block_size=BLOCK)
+    return BlockPool(num_gpu_blocks=num_pages + 1, enable_caching=True, hash_block_size=BLOCK)
 
 
 def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:

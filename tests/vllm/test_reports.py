@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
+from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, as_answer, as_prompt, as_sampling, words
 from hosts import Host
 
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
@@ -266,3 +266,13 @@ def test_many_spans_are_cut_off(host: Host):
     [answer] = host.ask(Ask(prompt, NAIVE))
     assert len(answer.report["spans"]) == 64
     assert answer.grafted == 35 * BLOCK - 1
+
+
+def test_llm_generate_reports_an_answer_that_a_stop_string_ends(host: Host, front_end: StoppedReports):
+    host.read(DOCUMENT)
+    ask = Ask(words(20, 3) + DOCUMENT, NAIVE, max_tokens=40)
+    stop = stopping(host, ask)
+    [output] = host.llm.generate([as_prompt(ask)], [as_sampling(ask, **stop)], use_tqdm=False)
+    answer = as_answer(output)
+    assert 0 < len(answer.tokens) < 40
+    assert (answer.report["outcome"], answer.report["continued_tokens"]) == ("continued", 9 * BLOCK)

@@ -18,6 +18,7 @@ from kvgraft.testbed.tasks import read
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}
 SETTINGS: dict[str, Any] = {"match": "similar:tau=0.4", "residual_layers": [2, 3], "max_depth": 0}
+pytestmark = pytest.mark.slow
 POLICIES = [
     {"policy": "similar:reused_layers=3"},
     {"policy": "similar:reused_layers=3,probe_tokens=0"},

@@ -7,6 +7,7 @@ import pytest
 from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
 from processes import HostProcess
 
+pytestmark = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 

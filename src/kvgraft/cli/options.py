@@ -44,3 +44,11 @@ def load(model: Path, **settings: Any) -> "Engine":
 def print_json(value: Any) -> None:
     """Anything of dataclasses, structs and plain values."""
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def check_output(path: Path) -> None:
+    """Refuse, before anything takes time, what could not be written in the end."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory: name a file")

@@ -15,6 +15,7 @@ from kvgraft.cli.options import (
     KvOption,
     ModelOption,
     app,
+    check_output,
     console,
     load,
     print_json,
@@ -23,7 +24,10 @@ from kvgraft.cli.options import (
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.tasks import PATTERNS, find_suites
 from kvgraft.kv.profiles import LAYERS_FILE
+from kvgraft.methods import require_share
 from kvgraft.testbed import MODEL_DIR
+
+BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 
 
 @app.command("eval")
@@ -216,6 +220,35 @@ def profile_layers(
     else:
         console.print(layer_profile.render(survey, profiled))
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
+
+
+@app.command("profile-costs")
+def profile_costs(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the costs go.")] = Path("costs.json"),
+    recomputed_share: Annotated[
+        float, typer.Option(help="Of grafted tokens, that is computed again: for the table only.")
+    ] = 0.15,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """How long this machine takes to compute and to graft: a file for Engine(costs=...) and for `analyze --costs`."""
+    check_output(out)
+    require_share("--recomputed-share", recomputed_share)
+    from kvgraft.evaluate import cost_profile
+    from kvgraft.prefill.costs import sizes
+
+    pages = -(-sizes(device != "cpu")[-1] // BLOCK_SIZE)
+    engine = load(model, dtype=dtype, device=device, block_size=BLOCK_SIZE, num_pages=pages)
+    with progress_console.status("measuring"):
+        found = cost_profile.profile(engine, recomputed_share)
+    found.costs.save(out)
+    if as_json:
+        print_json(found)
+    else:
+        console.print(cost_profile.render(found))
+        console.print(f"[dim]{out}[/dim]", soft_wrap=True)
 
 
 def _split(text: str, separator: str) -> list[str]:

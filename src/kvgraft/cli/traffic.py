@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kvgraft.cli.options import JsonOption, app, console, print_json, progress_console
+from kvgraft.cli.options import JsonOption, app, check_output, console, print_json, progress_console
 from kvgraft.evaluate.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def analyze(
     per_session: Annotated[bool, typer.Option("--per-session", help="Every session has a cache of its own.")] = False,
     match: Annotated[str, typer.Option(help="exact, or similar: near-duplicates, too.")] = "exact",
     max_depth: Annotated[int, typer.Option(help="Of what is grafted from: 0 is exact KV only.")] = 4,
-    costs: Annotated[str, typer.Option(help="By which it is decided what to graft: tokens, or a file of them.")] = (
-        "tokens"
-    ),
+    costs: Annotated[
+        str, typer.Option(help="Decide what to graft: tokens, or a file of profile-costs, which gives seconds, too.")
+    ] = "tokens",
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Go on without lines that cannot be read.")
@@ -106,8 +106,8 @@ def _parse_pool(text: str) -> int | None:
 def _check_outputs(plot: Path | None, html: Path | None) -> None:
     """Refuse, before anything takes time, what could not be written in the end."""
     for path in (plot, html):
-        if path is not None and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
+        if path is not None:
+            check_output(path)
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"--plot {plot}: must end in .png")
     if plot is not None and find_spec("matplotlib") is None:
@@ -115,4 +115,4 @@ def _check_outputs(plot: Path | None, html: Path | None) -> None:
 
 
 def _refuse_measuring() -> NoReturn:
-    raise ValueError("--costs measured: no model runs here; give tokens, or a file that a server has measured")
+    raise ValueError("--costs measured: no model runs here; give tokens, or a file that profile-costs has written")

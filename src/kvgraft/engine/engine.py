@@ -67,8 +67,8 @@ class Engine:
         continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
             exact in it is recovered where it is, as far as the policy sees fit.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
-        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those that
-            `Costs.save` has written; None grafts all that is known.
+        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those of a
+            file (`kvgraft profile-costs` writes it); None grafts all that is known.
         exact_value: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.

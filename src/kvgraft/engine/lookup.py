@@ -134,8 +134,8 @@ class CacheLookup:
         """A pass over a sequence has computed as much as so many tokens in all layers."""
         plan = sequence.admitted_plan
         if self.cost_model is not None:
-            num_recovered = num_computed - int(plan.fresh.sum())
-            self.cost_model.learn(str(sequence.policy), num_recovered, int(plan.grafted.sum()))
+            num_new = int(plan.fresh.sum())
+            self.cost_model.learn(str(sequence.policy), num_computed - num_new, int(plan.grafted.sum()), num_new)
 
     def source_slots(self, plan: Plan) -> Tensor:
         """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""

@@ -34,8 +34,9 @@ class Request:
         match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
         decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
             under the flow.
-        shared_namespaces: others whose text may be grafted, too; nothing of this request is left in them. Where a text
-            is known in several, the longest piece counts, then `namespace`, then this order.
+        shared_namespaces: others whose text may be grafted, too, or kept in part, if their documents were read on their
+            own; nothing of this request is left in them. Where a text is known in several, the longest piece counts,
+            then `namespace`, then this order.
     """
 
     prompt: str | Sequence[Part] | Sequence[int]

@@ -101,7 +101,9 @@ class Scheduler:
         if not isinstance(policy, KeepsDocuments):
             return 0
         layers = NativeLayers(self.decoder, self.memory.cache)
-        return self.library.place(layers, sequence.prompt, sequence.documents, sequence.scope, policy.blocks)[1]
+        return self.library.place(
+            layers, sequence.prompt, sequence.documents, sequence.scope, policy.blocks, shared=sequence.shared
+        )[1]
 
     def abort(self, sequences: Iterable[SequenceState]) -> None:
         """Forget these sequences, whatever their state."""
@@ -168,7 +170,7 @@ class Scheduler:
         layers = NativeLayers(self.decoder, self.memory.cache, sequence.pages.slots)
         plan, documents = sequence.admitted_plan, sequence.documents
         ctx, hidden, report.counts["documents_read"] = self.library.keep(
-            layers, policy, plan, sequence.prompt, documents, sequence.scope, remember=remember
+            layers, policy, plan, sequence.prompt, documents, sequence.scope, shared=sequence.shared, remember=remember
         )
         logits = self.decoder.logits(hidden.states[-1:])[0]
         self._account(ctx, report)

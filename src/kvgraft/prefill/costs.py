@@ -13,7 +13,8 @@ from kvgraft.prefill.context import PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.matches import Match
 
-REPEATS = 3
+REPEATS = 3  # of a pass; small ones are repeated more, since whatever else runs delays them most
+SMALL_REPEATS = 10
 MEASURED = "measured"
 CPU = (16, 128, 1024)  # tokens of a small and of a large pass, and of a prompt
 GPU = (128, 2048, 4096)
@@ -44,9 +45,23 @@ class Costs:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{item.name} must be a number of seconds of at least 0, got {value!r}")
 
-    def computing(self, num_tokens: np.ndarray | int, num_pairs: np.ndarray) -> np.ndarray:
+    def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray) -> np.ndarray:
         """Seconds of one pass; numbers of any shape."""
         found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * num_pairs
+        return found
+
+    def grafting(
+        self,
+        new: np.ndarray | int,
+        new_pairs: np.ndarray,
+        grafted: np.ndarray | int,
+        grafted_pairs: np.ndarray,
+        work: float,
+    ) -> np.ndarray:
+        """Seconds of a prompt of which so many tokens are new and so many are grafted: these are copied, and a share
+        `work` of them, and of the pairs that they would have, is computed beside what is new, in one more pass."""
+        recovered = self.computing(new + work * grafted, new_pairs + work * grafted_pairs)
+        found: np.ndarray = recovered + self.pass_s + self.copy_s * grafted
         return found
 
     def save(self, path: Path) -> None:
@@ -94,15 +109,23 @@ def calibrate(
         context: a prefill pass of a prompt with this plan, in blocks that hold nothing.
         length: tokens that these blocks hold; only so many are used as it takes.
     """
-    few, many, most = (-(-count // block_size) * block_size for count in (GPU if on_gpu else CPU))
+    few, many, most = (-(-count // block_size) * block_size for count in sizes(on_gpu))
     length = min(length // block_size * block_size, most)
     many = min(many, length)
     few = min(few, many // 2 // block_size * block_size or many)
     shapes = [(few, few), (many, many), (few, length), (many, length)]
-    seconds = np.array([_layer_seconds(context, block_size, *shape) for shape in shapes])
+    repeats = [SMALL_REPEATS if count == few else REPEATS for count, _ in shapes]
+    seconds = np.array(
+        [_layer_seconds(context, block_size, *shape, n) for shape, n in zip(shapes, repeats, strict=True)]
+    )
     rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
     copied = _copy_seconds(context, block_size, length) / (length - 1)
     return Costs(*(num_layers * float(found) for found in (*_fit(rows, seconds), copied)))
+
+
+def sizes(on_gpu: bool) -> tuple[int, int, int]:
+    """Tokens of a small and of a large pass, and of the prompt, that measuring takes."""
+    return GPU if on_gpu else CPU
 
 
 def count_pairs(first: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
@@ -125,22 +148,22 @@ def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found
 
 
-def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int) -> float:
+def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int, repeats: int) -> float:
     """Of one layer for the last tokens of a prompt, the others of which are there."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
-    return _least(lambda: context(plan), lambda ctx: ctx.layer(0, ctx.embed(plan.active)))
+    return _least(lambda: context(plan), lambda ctx: ctx.layer(0, ctx.embed(plan.active)), repeats)
 
 
 def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
     """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
     plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0)])
-    return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)))
+    return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)), SMALL_REPEATS)
 
 
-def _least(make: Callable[[], PrefillContext], work: Callable[[PrefillContext], object]) -> float:
+def _least(make: Callable[[], PrefillContext], work: Callable[[PrefillContext], object], repeats: int) -> float:
     """Seconds of the fastest of some runs; results are waited for."""
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         ctx = make()
         started = time.perf_counter()
         work(ctx)

@@ -12,7 +12,9 @@ from kvgraft.segments.matches import Match
 EXACT_VALUE = 0.1
 WORK = 0.15  # assumed of a policy that has not run yet
 POLICIES = 256  # of which it is known what they compute: requests may ask for any options
-MEMORY = 0.8  # what is left of earlier recoveries when there is a new one
+PRIOR = 0.2  # weight of what is assumed, in recoveries
+MEMORY = 0.95  # weight that is left of earlier recoveries when there is a new one
+DOUBT = 0.95  # and when they have spoken against a graft, so that it is tried again some time
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,41 @@ class Estimate:
 
     full_s: float
     reuse_s: float
+
+
+class Work:
+    """What a policy computes beside what is new, in tokens of all layers: a share of what is grafted, and a share of
+    what is new once more (some compute the first layers of it twice). Least squares over its recoveries, the last of
+    which count most.
+
+    Args:
+        assumed: of what is grafted, before there was any.
+    """
+
+    def __init__(self, assumed: float = WORK) -> None:
+        self._assumed = np.array([assumed, 0.0])
+        self._squares, self._products = np.zeros((2, 2)), np.zeros(2)
+
+    def learn(self, num_recovered: float, num_grafted: int, num_new: int) -> None:
+        """A recovery has computed as much as num_recovered tokens in all layers, beside what was new."""
+        row = np.array([num_grafted, num_new]) / (num_grafted + num_new)
+        self._squares = MEMORY * self._squares + np.outer(row, row)
+        self._products = MEMORY * self._products + row * max(num_recovered, 0) / (num_grafted + num_new)
+
+    def doubt(self) -> None:
+        """What was learned counts less."""
+        self._squares, self._products = DOUBT * self._squares, DOUBT * self._products
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """(of what is grafted, of what is new), at least 0."""
+        squares, products = self._squares + PRIOR * np.eye(2), self._products + PRIOR * self._assumed
+        of_grafted, of_new = np.linalg.solve(squares, products)
+        if of_grafted < 0 or of_new < 0:
+            of_grafted, of_new = (
+                (0.0, products[1] / squares[1, 1]) if of_grafted < 0 else (products[0] / squares[0, 0], 0.0)
+            )
+        return float(of_grafted), float(of_new)
 
 
 @dataclass
@@ -32,12 +69,12 @@ class CostModel:
     save more than one behind it.
 
     Attributes:
-        work: by policy, (token, layer) pairs that it computes of what is grafted, as a share; learned.
+        work: what each policy computes; learned.
     """
 
     costs: Costs = TOKENS
     exact_value: float = EXACT_VALUE
-    work: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_share("exact_value", self.exact_value)
@@ -61,22 +98,24 @@ class CostModel:
         full = float(self.costs.computing(active, all_pairs))
         if not matches:
             return [], Estimate(full, full)
-        share = self.work.get(policy, WORK)
-        reuse = self.costs.computing(active - (1 - share) * grafted, all_pairs - (1 - share) * grafted_pairs)
-        reuse += self.costs.pass_s + self.costs.copy_s * grafted
+        work = self.work.get(policy, Work())
+        of_grafted, of_new = work.shares
+        new, new_pairs = (1 + of_new) * (active - grafted), (1 + of_new) * (all_pairs - grafted_pairs)
+        reuse = self.costs.grafting(new, new_pairs, grafted, grafted_pairs, of_grafted)
         behind = num_tokens - starts - grafted  # new text that becomes approximate
         lost = self.costs.computing(behind, count_pairs(starts, num_tokens) - grafted_pairs) - self.costs.pass_s
         gain = full - reuse - (0.0 if approximate else self.exact_value) * lost
         best = int(gain.argmax())
         if gain[best] <= 0:
+            work.doubt()
             return [], Estimate(full, full)
         return list(matches[best:]), Estimate(full, float(reuse[best]))
 
-    def learn(self, policy: str, num_recovered: float, num_grafted: int) -> None:
-        """A recovery of num_grafted tokens has computed as much, beside new text, as so many tokens in all layers. By
+    def learn(self, policy: str, num_recovered: float, num_grafted: int, num_new: int) -> None:
+        """A recovery of num_grafted tokens has computed as much, beside num_new, as so many tokens in all layers. By
         TOKENS alone all policies are alike."""
         if num_grafted and self.costs != TOKENS:
-            share = min(max(num_recovered, 0) / num_grafted, 1)
-            self.work[policy] = MEMORY * self.work.pop(policy, share) + (1 - MEMORY) * share
+            self.work[policy] = work = self.work.pop(policy, Work())
+            work.learn(num_recovered, num_grafted, num_new)
             if len(self.work) > POLICIES:
                 del self.work[next(iter(self.work))]

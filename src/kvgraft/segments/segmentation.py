@@ -104,8 +104,12 @@ class Segmenter:
         self._anchors = [np.array(anchor, np.int32) for anchor in anchors if len(anchor)]
         self._permutations = Permutations(options.permutations)
 
-    def cut(self, tokens: np.ndarray, scope: bytes) -> Segments:
-        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have nothing in common."""
+    def cut(self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None) -> Segments:
+        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have nothing in common.
+
+        Args:
+            wanted: bool [T]; segments with fewer than `min_run_tokens` of these tokens are left out. None: all are.
+        """
         options, shingles = self.options, window_hashes(tokens, self.options.shingle_tokens, scope)
         windows = winnow(shingles, WINNOW)
         anchored = self._anchored(tokens)
@@ -114,6 +118,10 @@ class Segmenter:
         stops = np.minimum(stops, len(tokens))
         long_enough = stops - starts >= options.shortest
         starts, stops = np.unique(np.stack((starts, stops))[:, long_enough], axis=1)
+        if wanted is not None:
+            before = np.concatenate(([0], np.cumsum(wanted)))
+            useful = before[stops] - before[starts] >= options.min_run_tokens
+            starts, stops = starts[useful], stops[useful]
         lost = options.shingle_tokens - 1  # the last tokens of a segment begin no shingle of it
         signatures = self._permutations.signatures(shingles, starts, stops - lost)
         contexts = np.zeros((len(starts), options.permutations if options.context_tau else 0), np.uint8)

@@ -154,14 +154,17 @@ class SimilarIndex:
         new[rows[np.logical_and.reduce(same)]] = False
         return new
 
-    def _candidates(self, tokens: np.ndarray, scope: bytes) -> tuple[Segments, np.ndarray, np.ndarray]:
-        """The segments of a prompt, and (segment, stored segment) pairs of these that pass all thresholds, the best few
-        of each: int64 [n], [n]."""
+    def _candidates(
+        self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None
+    ) -> tuple[Segments, np.ndarray, np.ndarray]:
+        """The segments of a prompt with enough `wanted` tokens (`Segmenter.cut`), and (segment, stored segment) pairs
+        of these that pass all thresholds, the best few of each: int64 [n], [n]."""
         options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
-        segments = self.segmenter.cut(tokens, root)
+        segments = self.segmenter.cut(tokens, root, wanted)
         keys = band_keys(segments.signatures, *self._bands, root)
         rows, ids = table.find(keys.ravel())
-        rows, ids = np.unique(np.stack((rows // self._bands[0], ids.astype(np.int64))), axis=1)
+        pairs = np.unique(rows // self._bands[0] << 32 | ids)
+        rows, ids = pairs >> 32, pairs & 0xFFFFFFFF
         likeness = similarity(table.signature[ids], compact(segments.signatures)[rows])
         lengths = segments.stops[rows] - segments.starts[rows]
         passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance_tokens)
@@ -175,10 +178,7 @@ class SimilarIndex:
 
     def _regions(self, tokens: np.ndarray, unclaimed: np.ndarray, scope: bytes) -> list["_Region"]:
         """Neighbouring proposals of one source and about one shift as one region, longest first."""
-        segments, rows, ids = self._candidates(tokens, scope)
-        open_ = np.concatenate(([0], np.cumsum(unclaimed)))
-        useful = open_[segments.stops[rows]] - open_[segments.starts[rows]] >= self.options.min_run_tokens
-        rows, ids = rows[useful], ids[useful]
+        segments, rows, ids = self._candidates(tokens, scope, unclaimed)
         table = self._table
         pairs = np.stack(
             (table.source[ids], segments.starts[rows], segments.stops[rows], table.start[ids], table.entry[ids])

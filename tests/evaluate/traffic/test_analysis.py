@@ -12,7 +12,10 @@ from kvgraft.evaluate.traffic.analysis import CHUNKS, KVGRAFT, PREFIX_CACHING, A
 from kvgraft.evaluate.traffic.chunks import FixedChunks
 from kvgraft.evaluate.traffic.origins import Origin, Stretches, TokenCounts
 from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings
+from kvgraft.evaluate.traffic.seconds import prefill_seconds
 from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.prefill.costs import Costs
+from kvgraft.reuse.cost import WORK
 from kvgraft.segments.segmentation import Similarity
 
 RNG = np.random.default_rng(0)
@@ -152,6 +155,42 @@ def test_an_engine_reports_what_the_replay_says(model_dirs: dict[str, Path]):
         found = (report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens)
         assert (counts.prefix, counts.continued, sum(counts.grafted), counts.new) == found, f"request {number}"
         asked.append(prompt)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_seconds_are_those_of_computing_token_by_token(seed: int):
+    rng = np.random.default_rng(seed)
+    costs = Costs(pass_s=0.5, token_s=1e-3, pair_s=1e-5, copy_s=1e-4)
+    origins = np.repeat(rng.integers(0, 8, 40), rng.integers(1, 50, 40)).astype(np.int16)
+    origins[-1] = Origin.NEW
+    seconds, grafts = costs.pass_s, False
+    for position, origin in enumerate(origins.tolist()):
+        computed = costs.token_s + costs.pair_s * (position + 1)
+        if origin == Origin.NEW:
+            seconds += computed
+        elif origin >= Origin.SIMILAR:
+            seconds, grafts = seconds + costs.copy_s + WORK * computed, True
+    assert prefill_seconds(Stretches.of(origins), costs) == pytest.approx(seconds + grafts * costs.pass_s)
+
+
+def test_seconds_are_told_of_pools_sessions_and_turns_if_there_are_costs():
+    costs = Costs(pass_s=0.01, token_s=1e-3, pair_s=1e-7, copy_s=1e-6)
+    a, b, c, d = DOCUMENTS
+    traced = trace([text(16), a, b], [text(16), b, a], [text(16), c, d], sessions=("one", "one", "two"))
+    analysis = analyse(traced, ReplaySettings(costs=costs), [None, 4000]).analysis
+    total = analysis.largest.seconds
+    assert total is not None
+    assert total.full == pytest.approx(sum(0.01 + 1.232 + 1e-7 * 1232 * 1233 / 2 for _ in range(3)))
+    assert total.full >= total.sides[PREFIX_CACHING] > total.sides[CHUNKS] > total.sides[KVGRAFT] > 0
+    assert total.saved(KVGRAFT) == total.full - total.sides[KVGRAFT]
+    for groups in (analysis.turns, analysis.sessions):
+        parts = [group.seconds for group in groups]
+        assert sum(part.full for part in parts if part) == pytest.approx(total.full)
+        assert sum(part.sides[KVGRAFT] for part in parts if part) == pytest.approx(total.sides[KVGRAFT])
+    assert all(pool.seconds for pool in analysis.pools)
+    unpriced = analyse(traced, ReplaySettings()).analysis
+    assert unpriced.costs is None
+    assert [group.seconds for group in (*unpriced.pools, *unpriced.sessions, *unpriced.turns)] == [None] * 5
 
 
 def test_chunks_begin_where_messages_do_and_the_least_recently_used_go():

@@ -8,19 +8,26 @@ import pytest
 from rich.console import Console
 
 from chromium import Page
-from kvgraft.evaluate.traffic.analysis import SIDES, Analysed, analyse
+from kvgraft.evaluate.traffic.analysis import KVGRAFT, SIDES, Analysed, analyse
 from kvgraft.evaluate.traffic.origins import Origin
 from kvgraft.evaluate.traffic.page import render_page
 from kvgraft.evaluate.traffic.picture import draw
 from kvgraft.evaluate.traffic.replay import ReplaySettings
 from kvgraft.evaluate.traffic.tables import render
 from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.prefill.costs import Costs
 
+COSTS = Costs(pass_s=0.1, token_s=1e-2, pair_s=1e-6, copy_s=1e-4)
 EVIL = "</script><img src=x onerror=document.title='owned'>[red]"
 
 
 @pytest.fixture(scope="module")
 def analysed() -> Analysed:
+    """Of the trace, as it is analysed without costs."""
+    return analyse(made_trace(), ReplaySettings(), [1500, None], tokenizer="words")
+
+
+def made_trace() -> Trace:
     """Two sessions with the same documents, one of them with a name that nobody should believe."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(3, 4000, 320).astype(np.int32) for _ in range(2))
@@ -29,8 +36,7 @@ def analysed() -> Analysed:
     for session, turn, texts in prompts:
         tokens = np.concatenate([rng.integers(3, 4000, 16).astype(np.int32), *texts])
         requests.append(TracedRequest(session, None, tokens, np.zeros(1, int), turn=turn))
-    trace = Trace(tuple(requests), 2, False, ("a.jsonl, line 3: is not JSON",), (), 0)
-    return analyse(trace, ReplaySettings(), [1500, None], tokenizer="words")
+    return Trace(tuple(requests), 2, False, ("a.jsonl, line 3: is not JSON",), (), 0)
 
 
 @pytest.fixture
@@ -54,7 +60,31 @@ def test_the_page_shows_every_session_and_side(opened: Page):
     pixels = "canvas.getContext('2d').getImageData(0, 4, canvas.width, 1).data"
     drawn = f"[...document.querySelectorAll('canvas')].map(canvas => new Set({pixels}).size > 2)"
     assert opened.evaluate(drawn) == [True, True]
+    assert opened.evaluate("document.getElementById('seconds-part').hidden")
     assert opened.complaints == []
+
+
+def test_seconds_are_shown_of_all_prompts_and_by_session(page: Page, tmp_path: Path):
+    analysed = analyse(made_trace(), ReplaySettings(costs=COSTS), [None], tokenizer="words")
+    path = tmp_path / "page.html"
+    path.write_text(render_page(analysed), encoding="utf-8")
+    page.open(path.as_uri(), key=None)
+    page.wait_until("document.querySelectorAll('canvas').length > 0")
+    assert page.evaluate("document.getElementById('seconds-part').hidden") is False
+    cells = page.evaluate(
+        "[...document.querySelectorAll('#seconds tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert [row[0] for row in cells] == ["all prompts", "one", EVIL]
+    total = analysed.analysis.largest.seconds
+    assert total is not None
+    numbers = [float(text) for text in cells[0][1:]]
+    assert numbers == pytest.approx([total.full, *total.sides.values(), total.saved(KVGRAFT)], rel=0.01)
+    assert numbers[-1] > 0
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(analysed.analysis))
+    text = console.export_text()
+    assert "saved by" in text
+    assert "…" not in text, "nothing is cut off"
 
 
 def test_what_is_pointed_at_is_told(opened: Page, analysed: Analysed):

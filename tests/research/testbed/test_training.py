@@ -87,6 +87,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "LOG_EVERY", 2)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path):
     whole, halves = (Job(tmp_path / name, num_processes=1) for name in ("whole", "halves"))
     for job in (whole, halves):

@@ -1,3 +1,6 @@
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from kvgraft.testbed import MODEL_DIR
@@ -6,6 +9,7 @@ from kvgraft.vllm.server.arguments import BUNDLED_NAMES, parse
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
 from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
 from kvgraft.vllm.server.server_state import ServerState
+from kvgraft.vllm.settings import KVGraftSettings
 
 
 @pytest.fixture(autouse=True)
@@ -41,24 +45,35 @@ def test_what_the_user_says_counts():
     assert parse(["--model", "some/model"]).model == "some/model"
 
 
-def test_our_flags_become_settings_of_the_connector():
-    flags = [
-        "--kvgraft-policy",
-        "sparsex:recompute_share=0.2",
-        "--kvgraft-watermark",
-        "0.5",
-        "--kvgraft-continuation",
-        "--kvgraft-max-depth",
-        "2",
-    ]
-    flags.append("--kvgraft-require-clean-context")
-    assert parse(flags).kv_transfer_config.kv_connector_extra_config == {
+def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
+    settings = {
         "policy": "sparsex:recompute_share=0.2",
-        "watermark": 0.5,
-        "continuation": True,
+        "match": "similar:tau=0.5",
+        "residual_layers": [2, 3],
+        "continuation": False,
         "max_depth": 2,
         "require_clean_context": True,
+        "watermark": 0.5,
+        "frozen_capacity": 0.25,
+        "frozen_quota": 0.5,
+        "store_dir": str(tmp_path),
+        "store_ram_gib": 0.5,
+        "store_disk_gib": 1.5,
+        "store_quota": 0.5,
+        "store_int8": True,
+        "costs": "tokens",
+        "exact_value": 0.3,
+        "document_gib": 0.5,
     }
+    assert settings.keys() == {field.name for field in fields(KVGraftSettings)}
+    flags = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--kvgraft-{flag}" if value else f"--no-kvgraft-{flag}")
+        else:
+            flags += [f"--kvgraft-{flag}", *map(str, value if isinstance(value, list) else [value])]
+    assert parse(flags).kv_transfer_config.kv_connector_extra_config == settings
 
 
 def test_keys_come_from_flags_and_from_the_environment(monkeypatch: pytest.MonkeyPatch):

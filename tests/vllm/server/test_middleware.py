@@ -22,6 +22,8 @@ KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
 GRANTS = Grants([f"wiki={ALICE}", f"law={BOB}"], KEYRING)
 DEFAULT = RequestOptions(parse_policy("sparsex"))
 REPORT = {"policy": "naive", "grafted_tokens": 3}
+OTHERS = [None, {"policy": "epic", "grafted_tokens": 0}]  # of further prompts; of one the engine said nothing
+FIRST = {"kvgraft": REPORT}
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
 Application = Callable[..., Coroutine[Any, Any, None]]
 
@@ -272,15 +274,15 @@ def test_without_a_report_or_outside_a_stream_nothing_changes():
     assert bodies(asyncio.run(converse(whole, part(b"")))) == [USAGE]
 
 
-def answer_of(cached: list[int], usage: Any, *, streams: bool = False) -> Application:
-    """An application that has asked the engine for as many prompts."""
+def answer_of(cached: list[int], usage: Any, *, streams: bool = False, params: Any = FIRST) -> Application:
+    """An application that has asked the engine for as many prompts; `params` is what vLLM says of the first one."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         call = CURRENT.get()
         assert call is not None
-        call.reports.extend([REPORT] + [None] * (len(cached) - 1))
+        call.reports.extend([REPORT, *OTHERS][: len(cached)])
         call.cached.extend(cached)
-        answer = {"id": "x", "choices": [], "usage": usage}
+        answer: dict[str, Any] = {"id": "x", "choices": [], "usage": usage}
         if streams:
 
             async def events() -> AsyncIterator[str]:
@@ -288,20 +290,20 @@ def answer_of(cached: list[int], usage: Any, *, streams: bool = False) -> Applic
 
             await StreamingResponse(events(), media_type="text/event-stream")(scope, receive, send)
         else:
-            await JSONResponse(answer)(scope, receive, send)
+            await JSONResponse(answer | {"kv_transfer_params": params})(scope, receive, send)
 
     return app
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_usage_of_several_prompts_counts_the_cached_tokens_of_all(streams: bool):
+def test_an_answer_to_several_prompts_has_the_reports_and_the_cached_tokens_of_all(streams: bool):
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 2, "audio_tokens": 0}}
     app = answer_of([32, 0, 64], usage, streams=streams)
     sent = asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}))
     [body] = bodies(sent)
     answer = json.loads(body.removeprefix(b"data: "))
     assert answer["usage"] == {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 96, "audio_tokens": 0}}
-    assert ("kv_transfer_params" in answer) == streams, "vLLM puts it into whole answers itself"
+    assert answer["kv_transfer_params"] == {"kvgraft": [REPORT, *OTHERS]}
     lengths = [int(value) for name, value in sent[0]["headers"] if name == b"content-length"]
     assert lengths == ([] if streams else [len(body)])
 
@@ -309,10 +311,18 @@ def test_the_usage_of_several_prompts_counts_the_cached_tokens_of_all(streams: b
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 9}, {"prompt_tokens_details": None}])
 def test_an_answer_without_cached_tokens_gets_none(usage: Any):
     [body] = bodies(asyncio.run(converse(answer_of([32, 64], usage), part(b""))))
-    assert json.loads(body) == {"id": "x", "choices": [], "usage": usage}
+    answer = {"id": "x", "choices": [], "usage": usage}
+    assert json.loads(body) == answer | {"kv_transfer_params": {"kvgraft": [REPORT, None]}}
+
+
+def test_an_answer_of_which_vllm_reports_nothing_gets_no_report():
+    """As that of a beam search, for which the engine runs many requests."""
+    [body] = bodies(asyncio.run(converse(answer_of([32, 64], {}, params=None), part(b""))))
+    assert json.loads(body)["kv_transfer_params"] is None
 
 
 def test_the_usage_of_one_prompt_is_vllms_own():
     usage = {"prompt_tokens_details": {"cached_tokens": 2}}
     [body] = bodies(asyncio.run(converse(answer_of([32], usage), part(b""))))
     assert json.loads(body)["usage"] == usage
+    assert json.loads(body)["kv_transfer_params"] == FIRST

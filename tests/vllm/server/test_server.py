@@ -50,7 +50,7 @@ def test_known_text_is_grafted_and_both_counts_agree(server: RunningServer, text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_usage_of_several_prompts_is_of_all(server: RunningServer, texts: Any, stream: bool):
+def test_reports_and_usage_of_several_prompts_are_of_all(server: RunningServer, texts: Any, stream: bool):
     known, unknown = texts.document(), texts.document(64)
     complete(server, ALICE, known)
     ask: dict[str, Any] = {"model": "bundled", "prompt": [known, elsewhere(known), unknown], "max_tokens": 1}
@@ -62,6 +62,9 @@ def test_the_usage_of_several_prompts_is_of_all(server: RunningServer, texts: An
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 2 * 500
+    reports = (answer.model_extra or {})["kv_transfer_params"]["kvgraft"]
+    assert [report["prompt_tokens"] > 500 for report in reports] == [True, True, False], "in the order of the prompts"
+    assert [report["outcome"] for report in reports] == ["prefix_only", "grafted", "miss"]
     newest = server.status(ALICE)["recent"][:3]
     assert answer.usage.prompt_tokens_details.cached_tokens == sum(
         entry["tokens"]["prefix"] + entry["tokens"]["grafted"] for entry in newest
@@ -182,11 +185,18 @@ STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tr
 VARYING = ("stages", "estimated_full_s", "estimated_reuse_s")
 
 
-def report_of(answer: Any) -> dict[str, Any]:
-    """The report of an answer, or of the last chunk of a stream, without the times."""
+def reports_of(answer: Any) -> list[dict[str, Any]]:
+    """The reports of an answer, or of the last chunk of a stream, without the times."""
     last = answer if hasattr(answer, "choices") else list(answer)[-1]
-    report = (last.model_extra or {})["kv_transfer_params"]["kvgraft"]
-    return {name: value for name, value in report.items() if name not in VARYING}
+    told = (last.model_extra or {})["kv_transfer_params"]["kvgraft"]
+    reports = told if isinstance(told, list) else [told]
+    return [{name: value for name, value in report.items() if name not in VARYING} for report in reports]
+
+
+def report_of(answer: Any) -> dict[str, Any]:
+    """That of one prompt."""
+    [report] = reports_of(answer)
+    return report
 
 
 def ways_to_ask(server: RunningServer, text: str, key: str = ALICE) -> dict[str, Callable[..., Any]]:
@@ -232,8 +242,8 @@ def test_of_several_prompts_or_answers_that_stop_each_is_reported(server: Runnin
     more: dict[str, Any] = {**STOP, **(STREAM if stream else {}), "model": "bundled"}
     client = server.openai(ALICE)
     prompts = [elsewhere(document) for document in documents]
-    report = report_of(client.completions.create(prompt=prompts, temperature=0, **more))
-    assert report["grafted_tokens"] >= 500
+    first, second = reports_of(client.completions.create(prompt=prompts, temperature=0, **more))
+    assert first["grafted_tokens"] >= 500 > second["grafted_tokens"] >= 200
     assert {entry["outcome"] for entry in server.status(ALICE)["recent"][:2]} == {"grafted"}
     report = report_of(client.completions.create(prompt=prompts[1], n=2, temperature=1.0, seed=1, **more))
     assert 500 > report["continued_tokens"] >= 200, "the second prompt was asked before"

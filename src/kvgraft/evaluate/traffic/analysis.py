@@ -8,7 +8,9 @@ from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.traffic.chunks import CHUNK_TOKENS, FixedChunks
 from kvgraft.evaluate.traffic.origins import Stretches, TokenCounts
 from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings, pages_for
+from kvgraft.evaluate.traffic.seconds import Seconds, price
 from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.prefill.costs import TOKENS, Costs
 
 PREFIX_CACHING, CHUNKS, KVGRAFT = "prefix caching", f"chunks of {CHUNK_TOKENS}", "kvgraft"
 SIDES = (PREFIX_CACHING, CHUNKS, KVGRAFT)
@@ -18,10 +20,11 @@ Answers = tuple[Stretches, ...]  # a prompt under each of SIDES
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Tokens of a group of requests, by side."""
+    """Tokens of a group of requests, by side; and seconds, if they were priced."""
 
     name: str
     sides: dict[str, TokenCounts]
+    seconds: Seconds | None
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class PoolCounts:
     """Tokens of all requests, by side, with a pool of so many tokens; None is without a limit.
 
     Attributes:
+        seconds: if they were priced.
         given_up: requests whose sources and own pages did not fit into the pool together, so that nothing was grafted.
     """
 
     tokens: int | None
     sides: dict[str, TokenCounts]
+    seconds: Seconds | None
     given_up: int
 
 
@@ -46,6 +51,7 @@ class Analysis:
         bad_lines: lines that were skipped.
         left_out: files of directories that are of another kind.
         unknown_tokens: of prompts, that stand for a word that the tokenizer does not know.
+        costs: by which seconds are estimated; None: they are not.
         pools: from the smallest to the largest.
     """
 
@@ -60,6 +66,7 @@ class Analysis:
     bad_lines: tuple[str, ...]
     left_out: tuple[str, ...]
     unknown_tokens: int
+    costs: Costs | None
     pools: tuple[PoolCounts, ...]
     turns: tuple[GroupCounts, ...]
     sessions: tuple[GroupCounts, ...]
@@ -100,6 +107,7 @@ def analyse(
     """
     pools = sorted(set(pools), key=lambda tokens: (tokens is None, tokens))
     _check_pools(pools, trace, settings.block_size)
+    costs = None if settings.costs == TOKENS else settings.costs  # TOKENS are no seconds
     groups = list(trace.by_session().values()) if per_session else [list(trace.requests)]
     steps, total = count(1), len(pools) * len(trace.requests)
     on_step = (lambda: None) if on_progress is None else (lambda: on_progress(next(steps), total))
@@ -107,7 +115,7 @@ def analyse(
     answers: dict[TracedRequest, Answers] = {}
     for pool in pools:
         answers, given_up = _replay(groups, settings, pool, on_step)
-        found.append(PoolCounts(pool, _count(answers.values()), given_up))
+        found.append(PoolCounts(pool, *_sums(answers.values(), costs), given_up))
     analysis = Analysis(
         files=trace.num_files,
         requests=len(trace.requests),
@@ -120,10 +128,11 @@ def analyse(
         bad_lines=trace.bad_lines,
         left_out=tuple(map(str, trace.left_out)),
         unknown_tokens=trace.num_unknown,
+        costs=costs,
         pools=tuple(found),
-        turns=_by_turn(trace.requests, answers),
+        turns=_by_turn(trace.requests, answers, costs),
         sessions=tuple(
-            GroupCounts(name, _count(answers[request] for request in requests))
+            GroupCounts(name, *_sums((answers[request] for request in requests), costs))
             for name, requests in trace.by_session().items()
         ),
     )
@@ -162,19 +171,26 @@ def _check_pools(pools: Sequence[int | None], trace: Trace, block_size: int) -> 
             raise ValueError(f"a pool of {tokens} tokens: the longest request of this trace needs {largest}")
 
 
-def _count(answers: Iterable[Answers]) -> dict[str, TokenCounts]:
-    by_side = zip(*answers, strict=True)
-    return {side: TokenCounts.of(prompts) for side, prompts in zip(SIDES, by_side, strict=True)}
+def _sums(answers: Iterable[Answers], costs: Costs | None) -> tuple[dict[str, TokenCounts], Seconds | None]:
+    """Tokens of some requests by side, and their seconds if there are costs to price them by."""
+    prompts = list(answers)
+    by_side = zip(*prompts, strict=True)
+    counts = {side: TokenCounts.of(found) for side, found in zip(SIDES, by_side, strict=True)}
+    return counts, None if costs is None else price(prompts, SIDES, costs)
 
 
-def _by_turn(requests: Sequence[TracedRequest], answers: dict[TracedRequest, Answers]) -> tuple[GroupCounts, ...]:
+def _by_turn(
+    requests: Sequence[TracedRequest], answers: dict[TracedRequest, Answers], costs: Costs | None
+) -> tuple[GroupCounts, ...]:
     """The first turns, then ranges that double."""
     last = max(request.turn for request in requests)
     doubled = (SINGLE_TURNS << power for power in count())
     ranges = [range(turn, turn + 1) for turn in range(1, min(SINGLE_TURNS, last) + 1)]
     ranges += [range(after + 1, min(2 * after, last) + 1) for after in takewhile(lambda after: after < last, doubled)]
     return tuple(
-        GroupCounts(_range_name(turns), _count(answers[request] for request in requests if request.turn in turns))
+        GroupCounts(
+            _range_name(turns), *_sums((answers[request] for request in requests if request.turn in turns), costs)
+        )
         for turns in ranges
     )
 

@@ -8,9 +8,9 @@ import jinja2
 from markupsafe import Markup
 
 from kvgraft import __version__
-from kvgraft.evaluate.traffic.analysis import KVGRAFT, Analysed
+from kvgraft.evaluate.traffic.analysis import KVGRAFT, Analysed, Analysis
 from kvgraft.evaluate.traffic.origins import TokenCounts
-from kvgraft.evaluate.traffic.tables import headline, notes, pool_name
+from kvgraft.evaluate.traffic.tables import EVERYTHING, PRICED, headline, notes, pool_name
 
 
 def render_page(analysed: Analysed) -> str:
@@ -29,6 +29,7 @@ def render_page(analysed: Analysed) -> str:
             for group in analysis.turns
         ],
         "sessions": _sessions(analysed),
+        "seconds": _seconds(analysis),
     }
     template = files("kvgraft.evaluate.traffic").joinpath("traffic.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True)
@@ -37,6 +38,7 @@ def render_page(analysed: Analysed) -> str:
     return environment.from_string(template).render(
         headline=headline(analysis),
         notes=notes(analysis),
+        priced=PRICED,
         version=__version__,
         data=Markup(safe),  # noqa: S704
     )
@@ -48,6 +50,14 @@ def _shares(counts: TokenCounts) -> dict[str, float]:
         "similar": counts.similar, "new": counts.new,
     }  # fmt: skip
     return {name: round(counts.share(tokens), 4) for name, tokens in kinds.items()}
+
+
+def _seconds(analysis: Analysis) -> dict[str, Any]:
+    """Rows of (name, seconds of everything computed, then by side), all prompts first; no rows if nothing is priced."""
+    groups = [("all prompts", analysis.largest.seconds), *((one.name, one.seconds) for one in analysis.sessions)]
+    priced = [(name, seconds) for name, seconds in groups if seconds is not None]
+    rows = [[name, round(seconds.full, 4), *(round(s, 4) for s in seconds.sides.values())] for name, seconds in priced]
+    return {"heads": [EVERYTHING, *analysis.largest.sides], "rows": rows}
 
 
 def _sessions(analysed: Analysed) -> list[dict[str, Any]]:

@@ -73,12 +73,16 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
         return [LoggedAnswer(text, request_id)] if text else []
     if not isinstance(body, dict):
         raise BadLine(f'"body" is {_short(body)}: {ALLOWED}')
-    session = _text_of(value, SESSION_KEYS) or _text_of(body, SESSION_KEYS)
-    timestamp = timestamp_of(value)
-    return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in _prompts(body)]
+    session, timestamp = session_of(value, body), timestamp_of(value)
+    return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in prompts_of(body)]
 
 
-def _prompts(body: dict[str, Any]) -> list[Prompt]:
+def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
+    """What an OpenAI body asks: one prompt, or several if its `prompt` is a batch.
+
+    Raises:
+        BadLine: it asks nothing that can be read.
+    """
     if ("messages" in body) == ("prompt" in body):
         what = "both" if "messages" in body else "neither"
         raise BadLine(f'"messages" and "prompt": the request has {what}; {ALLOWED}')
@@ -92,7 +96,7 @@ def _prompts(body: dict[str, Any]) -> list[Prompt]:
     raise BadLine(f'"prompt" is {_short(prompt)}: must be a string, token ids, or a list of such')
 
 
-def _conversation(body: dict[str, Any]) -> Conversation:
+def _conversation(body: Mapping[str, Any]) -> Conversation:
     messages, tools = body["messages"], body.get("tools") or []
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(messages, list) or not messages:
@@ -157,6 +161,11 @@ def _answer_text(body: object) -> str | None:
     message = first.get("message")
     text = message.get("content") if isinstance(message, dict) else first.get("text")
     return text if isinstance(text, str) else None
+
+
+def session_of(value: dict[str, Any], body: dict[str, Any]) -> str | None:
+    """The session that a line or its body names, None where neither does."""
+    return _text_of(value, SESSION_KEYS) or _text_of(body, SESSION_KEYS)
 
 
 def timestamp_of(value: dict[str, Any]) -> float | None:

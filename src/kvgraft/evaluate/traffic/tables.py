@@ -9,22 +9,31 @@ from rich.text import Text
 
 from kvgraft.evaluate.traffic.analysis import CHUNKS, KVGRAFT, PREFIX_CACHING, Analysis, GroupCounts
 from kvgraft.evaluate.traffic.origins import TokenCounts
+from kvgraft.evaluate.traffic.seconds import Seconds
+from kvgraft.reuse.cost import WORK
 
 MOST_SESSIONS = 12  # in the table
 LONGEST_NAME = 20  # of a session
+EVERYTHING = "everything computed"
+HOW_TO_PRICE = "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json"
+PRICED = (
+    f"seconds are estimated: requests one after another, and of what is grafted {WORK:.0%} is computed again, "
+    "whoever grafts it"
+)
 
 
 def render(analysis: Analysis) -> Group:
-    """What there is, all sides, grafts by depth, pools if there are several, turns and sessions."""
+    """What there is, all sides, seconds if there are any, grafts by depth, pools if several, turns and sessions."""
     parts: list[RenderableType] = [Text(headline(analysis), style="dim"), _sides(analysis)]
     grafted = analysis.largest.sides[KVGRAFT]
     if len(grafted.grafted) > 1:
         parts.append(Text(f"grafted by depth: {by_depth(grafted)}", style="dim"))
+    parts += _seconds(analysis)
     if len(analysis.pools) > 1:
         parts.append(_pools(analysis))
     parts += [_groups("turn", analysis.turns, analysis)] if len(analysis.turns) > 1 else []
     if len(analysis.sessions) > 1:
-        largest = sorted(analysis.sessions, key=lambda group: -group.sides[KVGRAFT].prompt)[:MOST_SESSIONS]
+        largest = _longest(analysis)
         parts.append(_groups("session", largest, analysis))
         if hidden := len(analysis.sessions) - len(largest):
             parts.append(Text(f"the longest sessions; --json has the other {hidden}, too", style="dim"))
@@ -77,6 +86,42 @@ def by_depth(counts: TokenCounts) -> str:
 def percent(share: float) -> str:
     """A share as in tables."""
     return f"{100 * share:.1f} %"
+
+
+def _seconds_rows(seconds: Seconds) -> list[tuple[str, float, float]]:
+    """(side, seconds, those that it saves), everything computed first."""
+    sides = ((side, taken, seconds.saved(side)) for side, taken in seconds.sides.items())
+    return [(EVERYTHING, seconds.full, 0.0), *sides]
+
+
+def _longest(analysis: Analysis) -> list[GroupCounts]:
+    """Sessions that have a row."""
+    return sorted(analysis.sessions, key=lambda group: -group.sides[KVGRAFT].prompt)[:MOST_SESSIONS]
+
+
+def _seconds(analysis: Analysis) -> list[RenderableType]:
+    """Of all prompts and of the longest sessions; or how to get them."""
+    total = analysis.largest.seconds
+    if total is None:
+        return [Text(HOW_TO_PRICE, style="dim")]
+    table = _table("seconds of prefill", "all prompts", "saved", "saved, %")
+    for name, taken, saved in _seconds_rows(total):
+        share = f"{100 * saved / total.full:.1f}" if total.full else ""
+        cells = ("", "") if name == EVERYTHING else (_duration(saved), share)
+        table.add_row(name, _duration(taken), *cells, style="bold" if name == KVGRAFT else "")
+    if len(analysis.sessions) < 2:
+        return [table, Text(PRICED, style="dim")]
+    heads = [name.replace(" ", "\n", 1) for name in (EVERYTHING, *total.sides)]
+    sessions = _table("seconds, by session", *heads, "saved by\nkvgraft")
+    for group in _longest(analysis):
+        if group.seconds is not None:
+            taken_by = [_duration(taken) for _, taken, _ in _seconds_rows(group.seconds)]
+            sessions.add_row(Text(_shortened(group.name)), *taken_by, _duration(group.seconds.saved(KVGRAFT)))
+    return [table, sessions, Text(PRICED, style="dim")]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.1f}" if abs(seconds) >= 10 else f"{seconds:.3g}"
 
 
 def _sides(analysis: Analysis) -> Table:

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvgraft.engine.text import anchor_ids, load_tokenizer, opening_ids
-from kvgraft.evaluate.traffic.records import BadLine, Conversation
+from kvgraft.evaluate.traffic.records import BadLine, Conversation, Prompt
 from kvgraft.segments.segmentation import ANCHORS
 
 REMEMBERED = 1 << 16  # pieces of text whose tokens are kept
@@ -113,6 +113,19 @@ class WordPieces:
 def open_tokens(directory: Path | None) -> TokenReader:
     """The tokenizer of a directory, or `WordPieces`."""
     return WordPieces() if directory is None else ModelTokens(directory)
+
+
+def pieces_of(prompt: Prompt, reader: TokenReader) -> list[np.ndarray]:
+    """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken as they are.
+
+    Raises:
+        BadLine: it has no tokens, or the chat template refuses it.
+    """
+    pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
+    found = [piece for piece in pieces if len(piece)]
+    if not found:
+        raise BadLine("the prompt has no tokens")
+    return found
 
 
 def role_marked(prompt: Conversation) -> list[str]:

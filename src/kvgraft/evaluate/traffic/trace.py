@@ -10,7 +10,7 @@ import numpy as np
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.traffic.files import TraceFile, find_files, read_file
 from kvgraft.evaluate.traffic.records import BadLine, LoggedAnswer, LoggedRequest
-from kvgraft.evaluate.traffic.tokens import TokenReader
+from kvgraft.evaluate.traffic.tokens import TokenReader, pieces_of
 
 NOTHING = np.empty(0, np.int32)
 
@@ -121,11 +121,7 @@ def _requests(file: TraceFile, reader: TokenReader) -> Iterator[tuple[str, Trace
 
 
 def _tokenised(request: LoggedRequest, session: str, reader: TokenReader) -> TracedRequest:
-    prompt = request.prompt
-    pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
-    pieces = [piece for piece in pieces if len(piece)]
-    if not pieces:
-        raise BadLine("the prompt has no tokens")
+    pieces = pieces_of(request.prompt, reader)
     starts = np.cumsum([0, *map(len, pieces[:-1])])
     return TracedRequest(request.session or session, request.timestamp, np.concatenate(pieces), starts)
 

@@ -27,12 +27,24 @@ class Library:
         self.stable_layers = tuple(stable_layers)
 
     def fetch(
-        self, host: LayerHost, tokens: np.ndarray, scope: bytes, blocks: Blocks, *, remember: bool = True
+        self,
+        host: LayerHost,
+        tokens: np.ndarray,
+        scope: bytes,
+        blocks: Blocks,
+        *,
+        shared: Sequence[bytes] = (),
+        remember: bool = True,
     ) -> tuple[Document, bool]:
-        """The document of these tokens int64 [n], and whether it had to be read; that is remembered if it may be."""
-        document = self.store.get(tokens, scope, blocks)
-        if document is not None:
-            return document, False
+        """The document of these tokens int64 [n], and whether it had to be read; that is remembered if it may be.
+
+        Args:
+            scope: of the prompt; what is read belongs to it.
+            shared: others, whose documents it may have.
+        """
+        for known in (scope, *shared):
+            if (document := self.store.get(tokens, known, blocks)) is not None:
+                return document, False
         document = read_document(host, tokens, blocks)
         if remember:
             self.store.put(tokens, scope, blocks, document)
@@ -47,12 +59,13 @@ class Library:
         documents: Sequence[range],
         scope: bytes,
         *,
+        shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[PartialPrefill, Hidden, int]:
         """Prefill a prompt int64 [T] of which the policy keeps a part: what was done, the question's last states, and
         how many documents had to be read first."""
         started = time.perf_counter()
-        layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, remember=remember)
+        layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, shared=shared, remember=remember)
         room = policy.num_kept(layout.lengths) + int(plan.fresh.sum())
         ctx = PartialPrefill(host, plan, torch.from_numpy(tokens), layout, room, self.stable_layers)
         ctx.times.add("read", time.perf_counter() - started)
@@ -66,12 +79,14 @@ class Library:
         scope: bytes,
         blocks: Blocks,
         *,
+        shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[Layout, int]:
         """Where the documents of a prompt int64 [T] lie, and how many of them had to be read."""
         placed, num_read = [], 0
         for span in documents:
-            document, was_read = self.fetch(host, tokens[span.start : span.stop], scope, blocks, remember=remember)
+            mine = tokens[span.start : span.stop]
+            document, was_read = self.fetch(host, mine, scope, blocks, shared=shared, remember=remember)
             placed.append(Placed(span.start, document))
             num_read += was_read
         return Layout(placed, blocks, len(tokens)), num_read

@@ -207,10 +207,9 @@ class SchedulerSide:
             for rank, report in reported.stores.items():
                 self.stored.on_report(rank, report)
                 self.reporting.stored(report.counts)
-        for request_id in output.finished_recving or ():
-            state = self._requests.get(request_id)
-            if state is not None and state.recovering:
-                self._end_recovery(state, reported.outcomes.get(request_id, RecoveryResult("error")))
+        ended = output.finished_recving or set()
+        for state in [state for state in self._requests.values() if state.id in ended and state.recovering]:
+            self._end_recovery(state, reported.outcomes.get(state.id, RecoveryResult("error")))
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
@@ -315,9 +314,9 @@ class SchedulerSide:
         else:
             self.reporting.recovered(state, candidate, outcome)
             if candidate is not None and not state.whole:
-                plan = candidate.plan
-                num_recovered = outcome.computed_share * plan.num_tokens - int(plan.fresh.sum())
-                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()))
+                plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
+                num_recovered = outcome.computed_share * plan.num_tokens - num_new
+                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
         self._early_reports.add(state)
 
     def _offer_running(self) -> None:

@@ -3,6 +3,7 @@
 import os
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,7 @@ CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
 BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
-SETTINGS = (  # of the connector, that have a flag
-    "policy",
-    "match",
-    "residual_layers",
-    "continuation",
-    "max_depth",
-    "require_clean_context",
-    "watermark",
-    "frozen_capacity",
-    "frozen_quota",
-    "document_gib",
-    "refresh",
-    "store_dir",
-    "store_ram_gib",
-    "store_disk_gib",
-    "store_quota",
-    "store_int8",
-)
+SETTINGS = tuple(field.name for field in fields(KVGraftSettings))  # each has a flag
 RENAMED = {  # flags by the names that they had
     "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
     "approximate-sources": "--kvgraft-max-depth, and takes a number,",

@@ -1,6 +1,7 @@
 """Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -163,7 +164,7 @@ async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) 
 
 
 def _reporting(call: Call | None, send: Send) -> Send:
-    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several prompts their sum."""
+    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several prompts all but one."""
     if call is None:
         return send
     streams, start, whole = False, None, bytearray()
@@ -178,7 +179,7 @@ def _reporting(call: Call | None, send: Send) -> Send:
         elif start is not None:
             whole.extend(message.get("body", b""))
             if not message.get("more_body", False):
-                body = _counted(bytes(whole), call)
+                body = _of_all(bytes(whole), call)
                 await send(_of_length(start, len(body)))
                 await send({**message, "body": body})
             return
@@ -190,7 +191,7 @@ def _reporting(call: Call | None, send: Send) -> Send:
 
 
 def _has_many(call: Call) -> bool:
-    """Whether the request has several prompts: vLLM then counts the cached tokens of one of them."""
+    """Whether the request has several prompts: vLLM then reports one of them, and counts the cached tokens of one."""
     return call.route in COMPLETIONS and len(call.cached) > 1
 
 
@@ -198,23 +199,27 @@ def _reported(event: bytes, call: Call) -> bytes:
     """One server-sent event with the report in it, where the other answers of vLLM have it."""
     prefix, _, data = event.partition(b"data: ")
     if _has_many(call):
-        data = _counted(data, call)
+        data = _of_all(data, call)
     if not (call.reports and call.reports[0]):
         return prefix + b"data: " + data.rstrip() + b"\n\n"
     try:
         chunk = msgspec.json.decode(data)
     except msgspec.MsgspecError:
         return event
-    return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: call.reports[0]}}) + b"\n\n"
+    reports = call.reports if _has_many(call) else call.reports[0]
+    return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: reports}}) + b"\n\n"
 
 
-def _counted(body: bytes, call: Call) -> bytes:
-    """A JSON answer whose usage has the cached tokens of all prompts; another one as it is."""
+def _of_all(body: bytes, call: Call) -> bytes:
+    """A JSON answer whose report and cached tokens are those of all prompts; another one as it is."""
     try:
-        answer = msgspec.json.decode(body)
-        answer["usage"]["prompt_tokens_details"]["cached_tokens"] = sum(call.cached)
-    except (msgspec.MsgspecError, KeyError, TypeError):
+        answer = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
         return body
+    if answer.get(PARAMS):
+        answer[PARAMS] = {KEY: call.reports}
+    with suppress(KeyError, TypeError):
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"] = sum(call.cached)
     return msgspec.json.encode(answer)
 
 
