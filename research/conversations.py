@@ -33,7 +33,7 @@ from kvgraft.evaluate.metrics import contains_all, first_token
 from kvgraft.evaluate.plots import COLOURS, STYLE, save
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.evaluate.statistics import bootstrap, paired_difference
 from kvgraft.reuse.refresh import Allowance
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import Facts, make_documents
@@ -48,6 +48,7 @@ WORDS = 90  # of a document of the testbed
 CHARACTERS = 700  # of one of real text
 FACTS = Facts(needle=24, variable=48, hop=24)
 SEED = 3000
+PLAIN = "depth 4"  # the condition that reading anew is compared with
 DEEP = 99  # a depth that nothing reaches
 
 
@@ -64,7 +65,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "depth 0": Condition("transitive", {"max_depth": 0}),
     "depth 1": Condition("transitive", {"max_depth": 1}),
     "depth 2": Condition("transitive", {"max_depth": 2}),
-    "depth 4": Condition("transitive", {"max_depth": 4}),
+    PLAIN: Condition("transitive", {"max_depth": 4}),
     "depth 4, read anew 5 %": Condition("transitive", {"max_depth": 4}, 0.05),
     "depth 4, read anew": Condition("transitive", {"max_depth": 4}, 1.0),
     "any depth": Condition("transitive", {"max_depth": DEEP}),
@@ -244,6 +245,25 @@ def depth_table(rows: Sequence[TurnRow]) -> Table:
     return found
 
 
+def refresh_table(rows: Sequence[TurnRow]) -> Table:
+    """What reading anew changes, prompt by prompt, with intervals over conversations."""
+    found = Table("kind", "condition", "score", "KL", "computed", "depth", title=f"less {PLAIN}", box=box.MARKDOWN)
+    for kind, name in product(KINDS, (name for name, condition in CONDITIONS.items() if condition.refresh)):
+        mine, plain = ([row for row in rows if (row.kind, row.condition) == (kind, c)] for c in (name, PLAIN))
+        if not (mine and plain):
+            continue
+        cells = []
+        for of in ("score", "kl", "computed", "depth"):
+            ours, theirs = ([getattr(row, of) for row in side] for side in (mine, plain))
+            if ours[0] is None:
+                cells.append("-")
+                continue
+            difference = paired_difference(ours, theirs, [row.session for row in mine])
+            cells.append(f"{difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})")
+        found.add_row(kind, name, *cells)
+    return found
+
+
 def draw(rows: Sequence[TurnRow], path: Path) -> None:
     """Score or KL by turn, a line for each condition."""
     of = "kl" if rows[0].score is None else "score"
@@ -280,7 +300,9 @@ def main() -> None:
     console = Console(width=190, record=True)
     for kind in KINDS:
         console.print(table(rows, kind))
-    console.print(depth_table(rows))
+    for extra in (depth_table(rows), refresh_table(rows)):
+        if extra.row_count:
+            console.print(extra)
     (arguments.out / "tables.md").write_text(console.export_text())
     draw(rows, arguments.out / "turns.png")
 
