@@ -63,6 +63,7 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "store_int8": True,
         "costs": "tokens",
         "exact_value": 0.3,
+        "refresh": 0.05,
         "document_gib": 0.5,
     }
     assert settings.keys() == {field.name for field in fields(KVGraftSettings)}
