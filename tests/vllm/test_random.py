@@ -40,8 +40,6 @@ LEAST = {  # of ten thousand mixed requests, by what they were or had
     "exact answer": 2000,
 }
 
-TOLERANCE = 1e-4  # of logprobs: what else is computed in a step changes their last bits
-
 
 @pytest.fixture
 def similar_host(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
@@ -99,7 +97,7 @@ def test_random_traffic_at_length(host: Host, plain: HostProcess, seed: int):
 def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_them(
     similar_host: Host, plain: HostProcess, num_requests: int
 ):
-    """Each of them asked alone. Every policy and every greatest depth beside them, and none goes short."""
+    """To the last bit, each of them asked alone. Every policy and every greatest depth beside them, none goes short."""
     host, lengths = similar_host, (1, 2, 4, 8, 60)
     traffic = Traffic(host, np.random.default_rng(0), WANT_EXACT, EVERY_WAY, SHORT, lengths, most_alive=16)
     for number in range(num_requests // BETWEEN_RESETS):
@@ -114,13 +112,11 @@ def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_th
         print(f"{count:8} {what}")
     rare = {what: counts[what] for what, least in LEAST.items() if counts[what] < least * num_requests // 10_000}
     assert not rare, f"too few of {num_requests} requests"
-    farthest = 0.0
+    logprobs: set[float] = set()
     for ask, answer in traffic.ended:
         report = answer.report
         assert (report["grafted_tokens"], report["continued_tokens"], report["depth"]) == (0, 0, 0)
         [truth] = plain.ask(Ask(ask.prompt, max_tokens=ask.max_tokens, logprobs=True))
-        assert answer.tokens == truth.tokens, f"{ask.options} in {ask.salt}, {len(ask.prompt)} tokens"
-        assert len(answer.logprobs) == len(answer.tokens)
-        farthest = max(farthest, *(abs(a - b) for a, b in zip(answer.logprobs, truth.logprobs, strict=True)))
-    print(f"{len(traffic.ended)} exact answers are those of plain vLLM, their logprobs to within {farthest:.1e}")
-    assert farthest < TOLERANCE
+        assert (answer.tokens, answer.logprobs) == (truth.tokens, truth.logprobs), f"{ask.options} in {ask.salt}"
+        logprobs.update(truth.logprobs)
+    assert len(logprobs) > len(traffic.ended) / 2, "they were compared"
