@@ -119,7 +119,7 @@ def test_who_would_graft_from_it_waits(host: Host, monkeypatch: pytest.MonkeyPat
         patched.setattr(host.queue, "advance", lambda budget: {})
         rewriting = host.add(Ask(prompt, EVERYTHING, max_tokens=2))
         host.step_until(lambda: bool(host.queue._batches))
-        assert host.side._rewritten
+        assert host.side._recoveries._rewritten
         other = host.add(Ask(words(9, 6) + DOCUMENT + words(9, 7), NAIVE, max_tokens=2))
         for _ in range(5):
             host.step()
@@ -127,7 +127,7 @@ def test_who_would_graft_from_it_waits(host: Host, monkeypatch: pytest.MonkeyPat
     answers = host.finish(rewriting, other)
     assert kinds(answers[0])[1] > 0
     assert kinds(answers[1])[2] > 0
-    assert not host.side._rewritten
+    assert not host.side._recoveries._rewritten
 
 
 def test_what_others_read_stays_as_it_is(host: Host, plain: HostProcess):

@@ -5,7 +5,6 @@ import os
 import time
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,13 +26,14 @@ from kvgraft.vllm.connector.frozen_controls import FrozenControls
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.recoveries import Recoveries
 from kvgraft.vllm.connector.refresh_controls import RefreshControls
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, Control, RequestOptions
-from kvgraft.vllm.recovery import Job, RecoveryResult
+from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
@@ -61,10 +61,7 @@ class SchedulerSide:
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
         self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
         self._requests: dict[str, RequestState] = {}
-        self._rewritten: set[int] = set()  # pages that are recovered where they are: who wants them waits
         self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
-        self._jobs: list[Job] = []
-        self._cancelled: set[str] = set()
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
@@ -81,6 +78,7 @@ class SchedulerSide:
         self._early_reports = EarlyReports(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
+        self._recoveries = Recoveries(self.known, self._hiding, self._shorter_prompts, self.reporting)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
         self._refresh = RefreshControls(self.known, self.reporting, self.settings.refresh, self._longest_prompt)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
@@ -150,13 +148,13 @@ class SchedulerSide:
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
         state.prefix = self.known.pool.find(request.block_hashes[: num_prefix // self._block_size])
-        if not self._rewritten.isdisjoint(state.prefix):
+        if self._recoveries.rewrites(state.prefix):
             return None, False
         state.reason, state.candidate = self._choose(state, num_prefix, num_missing)
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
             return 0, False
-        if not self._rewritten.isdisjoint(state.candidate.sources):
+        if self._recoveries.rewrites(state.candidate.sources):
             self.known.pool.release(state.candidate.sources)
             return None, False
         self._tentative[state.id] = state.candidate.sources
@@ -167,7 +165,8 @@ class SchedulerSide:
         state = self._requests[request.request_id]
         candidate, sources = state.candidate, self._tentative.pop(state.id, [])
         if num_external and candidate is not None:
-            self._start(state, candidate, sources, blocks)
+            self._refresh.grafted(state, sources)
+            self._recoveries.start(state, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
         if not state.admitted and isinstance(state.options, RequestOptions):
@@ -188,10 +187,10 @@ class SchedulerSide:
             output.num_scheduled_tokens, lambda request_id: self._manager.get_block_ids(request_id)[0]
         )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
-        metadata = Metadata(self._jobs, self._cancelled, spare * self._num_layers, self._forgets)
+        metadata = Metadata(*self._recoveries.take_orders(), spare * self._num_layers, self._forgets)
         if self.stored is not None:
             metadata.store = self.stored.take_orders()
-        self._jobs, self._cancelled, self._forgets = [], set(), False
+        self._forgets = False
         return metadata
 
     def on_outcomes(self, output: KVConnectorOutput) -> None:
@@ -209,15 +208,19 @@ class SchedulerSide:
                 self.reporting.stored(report.counts)
         ended = output.finished_recving or set()
         for state in [state for state in self._requests.values() if state.id in ended and state.recovering]:
-            self._end_recovery(state, reported.outcomes.get(state.id, RecoveryResult("error")))
+            self._recoveries.end(state, reported.outcomes.get(state.id, RecoveryResult("error")))
+            if state.finished:
+                del self._requests[state.id]
+            else:
+                self._early_reports.add(state)
 
     def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
         state = self._requests[request.request_id]
         state.finished = True
         self._early_reports.drop(state)
-        if state.recovering:  # aborted: its blocks and sources stay until the workers have let go
-            self._cancelled.add(state.id)
+        if state.recovering:
+            self._recoveries.cancel(state)
             return None
         del self._requests[state.id]
         if not state.whole:
@@ -269,55 +272,6 @@ class SchedulerSide:
         if self.stored is not None and self.stored.num_held:
             return True
         return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
-
-    def _start(self, state: RequestState, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
-        """Hand the recovery to the workers and hide everything approximate from exact lookups."""
-        request, options = state.request, state.options
-        if not isinstance(options, RequestOptions):
-            raise TypeError("a control request never grafts")
-        state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
-        if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
-            num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
-            request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
-        self.known.pool.hit_counts[sources] += 1
-        self._refresh.grafted(state, sources)
-        self._rewritten.update(candidate.in_place)
-        if candidate.steps:
-            self._hiding.hide(state, candidate.steps[0][0])
-            state.offer.rest_on(candidate.steps)
-        tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
-        table = torch.tensor(blocks, dtype=torch.int64).numpy()
-        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
-        self._jobs.append(job)
-
-    def _end_recovery(self, state: RequestState, outcome: RecoveryResult) -> None:
-        self.known.pool.release(state.pinned)
-        candidate, state.pinned, state.recovery = state.recovery, [], None
-        in_place = () if candidate is None else candidate.in_place
-        self._rewritten.difference_update(in_place)
-        if outcome.failure is not None and in_place:
-            self.known.pool.forget(in_place)
-            state.continued = None
-        if state.finished:
-            del self._requests[state.id]
-            self._hiding.give_up(state)
-            self.reporting.aborted()
-            return
-        if outcome.failure is not None:
-            state.refusal = state.reason = outcome.failure
-            state.plan = None
-            if state.whole:
-                self._shorter_prompts.restore(state, outcome.failure)
-            else:
-                self._hiding.reveal(state)
-            self.reporting.admitted(state, None)
-        else:
-            self.reporting.recovered(state, candidate, outcome)
-            if candidate is not None and not state.whole:
-                plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
-                num_recovered = outcome.computed_share * plan.num_tokens - num_new
-                self.known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
-        self._early_reports.add(state)
 
     def _offer_running(self) -> None:
         """Once in a scheduling step: what running requests have computed of their prompts becomes known."""

@@ -1,0 +1,92 @@
+"""Recoveries that workers do for requests: begun, called off, ended."""
+
+from collections.abc import Collection
+
+import torch
+
+from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.reporting import Reporting
+from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
+from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.recovery import Job, RecoveryResult
+
+
+class Recoveries:
+    """While one is under way, the blocks that it grafts from are pinned, and those that it recovers where they are
+    nobody else's to begin with."""
+
+    def __init__(self, known: Planner, hiding: Hiding, shorter_prompts: ShorterPrompts, reporting: Reporting) -> None:
+        self._known, self._hiding = known, hiding
+        self._shorter_prompts, self._reporting = shorter_prompts, reporting
+        self._rewritten: set[int] = set()  # pages that are recovered where they are
+        self._jobs: list[Job] = []
+        self._cancelled: set[str] = set()
+
+    def rewrites(self, pages: Collection[int]) -> bool:
+        """Whether one of these pages is recovered where it is: who wants it waits."""
+        return not self._rewritten.isdisjoint(pages)
+
+    def start(self, state: RequestState, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
+        """Hand one to the workers, its sources pinned, and hide everything approximate from exact lookups."""
+        request, options = state.request, state.options
+        if not isinstance(options, RequestOptions):
+            raise TypeError("a control request never grafts")
+        state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
+        if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
+            num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
+            request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
+        self._known.pool.hit_counts[sources] += 1
+        self._rewritten.update(candidate.in_place)
+        if candidate.steps:
+            self._hiding.hide(state, candidate.steps[0][0])
+            state.offer.rest_on(candidate.steps)
+        tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
+        table = torch.tensor(blocks, dtype=torch.int64).numpy()
+        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
+        self._jobs.append(job)
+
+    def cancel(self, state: RequestState) -> None:
+        """The request was aborted: its blocks and sources stay until the workers have let go."""
+        self._cancelled.add(state.id)
+
+    def take_orders(self) -> tuple[list[Job], set[str]]:
+        """What workers have not been told yet: recoveries to begin, and the requests whose are called off."""
+        orders = self._jobs, self._cancelled
+        self._jobs, self._cancelled = [], set()
+        return orders
+
+    def end(self, state: RequestState, outcome: RecoveryResult) -> None:
+        """One has ended: let go of its sources. If it failed, its request becomes an ordinary one again."""
+        self._known.pool.release(state.pinned)
+        candidate, state.pinned, state.recovery = state.recovery, [], None
+        in_place = () if candidate is None else candidate.in_place
+        self._rewritten.difference_update(in_place)
+        if outcome.failure is not None and in_place:
+            self._known.pool.forget(in_place)
+            state.continued = None
+        if state.finished:
+            self._hiding.give_up(state)
+            self._reporting.aborted()
+        elif outcome.failure is not None:
+            self._failed(state, outcome.failure)
+        else:
+            self._reporting.recovered(state, candidate, outcome)
+            if candidate is not None and not state.whole:
+                self._learn(state, candidate, outcome)
+
+    def _failed(self, state: RequestState, reason: str) -> None:
+        state.refusal = state.reason = reason
+        state.plan = None
+        if state.whole:
+            self._shorter_prompts.restore(state, reason)
+        else:
+            self._hiding.reveal(state)
+        self._reporting.admitted(state, None)
+
+    def _learn(self, state: RequestState, candidate: Candidate, outcome: RecoveryResult) -> None:
+        """What it computed tells what the next one of this policy will cost."""
+        plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
+        num_recovered = outcome.computed_share * plan.num_tokens - num_new
+        self._known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
