@@ -4,8 +4,9 @@
     python benchmarks/replay.py --kind mixed --model DIR --sessions 16 --plot replay.png
     python benchmarks/replay.py --trace FILE_OR_DIR --tiny # recorded ones, up to 64K tokens: counts tokens, not time
 
-Both servers get the same requests, a session whole against the one and then against the other. Without `--model` the
-model is random and knows no words: its prompts are hashed pieces of the text, about four characters each.
+Both servers get the same requests, in turn: one request each, or with several sessions at once (--concurrency, --rate,
+--batch) a batch of sessions each. Without `--model` the model is random and knows no words: its prompts are hashed
+pieces of the text, about four characters each.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ def main(
     max_model_len: Annotated[int, typer.Option(help="Sessions are cut there.", show_default="the model's")] = 0,
     concurrency: Annotated[int, typer.Option(help="Sessions at once; 0: one, or all that arrive.")] = 0,
     rate: Annotated[float, typer.Option(help="Poisson arrivals of sessions per second.")] = 0.0,
-    batch: Annotated[int, typer.Option(help="Sessions before the other server's turn; 0: those at once.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sessions before the other's turn; 0: those at once, or a request.")] = 0,
     shared: Annotated[bool, typer.Option("--shared", help="One namespace for all sessions.")] = False,
     ours: Annotated[list[str], typer.Option(help="A flag of our server (repeatable).")] = OURS,
     dtype: Annotated[str, typer.Option(help="Of the servers.")] = "float32",

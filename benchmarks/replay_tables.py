@@ -228,6 +228,7 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
     """Tokens by kind from turn to turn, beside what plain vLLM finds; and both servers' TTFT."""
     from matplotlib import pyplot as plt
     from matplotlib import rc_context
+    from matplotlib.ticker import MaxNLocator
 
     from kvgraft.evaluate.plots import STYLE, save
 
@@ -246,4 +247,6 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
         times.plot(turns, [1e3 * row.ours_ttft_s for row in rows], "o-", color=COLOURS["grafted"], label="KVGraft")
         times.set(xlabel="request of a session", ylabel="median TTFT, ms", ylim=(0, None))
         times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        for axes in (tokens, times):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         save(figure, path)

@@ -32,7 +32,8 @@ class Sending:
         rate: sessions that begin per second; 0 begins each as soon as `concurrency` allows. The requests of a session
             wait for each other.
         batch: sessions that run against one server before the other's turn; 0 is as many as run at once, or half of all
-            where there is a rate.
+            where there is a rate. Where neither is given and one session runs at a time, the servers take turns with
+            every request, so that both have the same moments of a machine that is not always equally fast.
         shared: sessions share one namespace instead of having one each.
         own_answers: later requests hold what the server answered instead of what was recorded, so that the two servers
             get different prompts.
@@ -57,6 +58,15 @@ class Sending:
         for name, least in {"max_tokens": 1, "max_model_len": 2, "concurrency": 0, "rate": 0, "batch": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the servers take turns with every request."""
+        return self.concurrency <= 1 and not self.rate and not self.batch
+
+    def namespace_of(self, number: int) -> str:
+        """Where a session's text is kept."""
+        return "shared" if self.shared else f"session {number}"
 
     def batch_of(self, count: int) -> int:
         """Sessions of a batch, of `count` in all."""
@@ -125,7 +135,7 @@ def check_bodies(sessions: Sequence[Session], sending: Sending) -> None:
 
 
 async def replay(pair: Pair, scripts: Sequence[Script], sending: Sending, on_progress: OnProgress) -> list[Replayed]:
-    """All sessions on both servers, batch by batch, ours first in every other one.
+    """All sessions on both servers, ours first in every other one, or in every other request.
 
     Raises:
         RuntimeError: a server did not answer the session that warms it up.
@@ -134,7 +144,11 @@ async def replay(pair: Pair, scripts: Sequence[Script], sending: Sending, on_pro
     await _warm_up(pair, scripts[0].encode, sending)
     total = 2 * len(scripts)
     numbered, size = list(enumerate(scripts)), sending.batch_of(len(scripts))
-    for number in range(-(-len(scripts) // size)):
+    for number, script in numbered if sending.alternates else ():
+        for client, run in (await _take_turns(pair, number, script, sending)).items():
+            runs[client][number] = run
+        on_progress(2 * (number + 1), total)
+    for number in range(0 if sending.alternates else -(-len(scripts) // size)):
         batch = numbered[number * size : (number + 1) * size]
         for client in pair.in_turn(number):
             await asyncio.sleep(SETTLE_S)
@@ -157,10 +171,9 @@ async def _run_batch(
     slots, begin = sending.slots(), loop.time()
 
     async def run(number: int, script: Script, at: float) -> None:
-        namespace = "shared" if sending.shared else f"session {number}"
         await asyncio.sleep(begin + at - loop.time())
         async with slots:
-            done[number] = await run_session(client, script, sending, namespace)
+            done[number] = await run_session(client, script, sending, sending.namespace_of(number))
         on_done()
 
     times = arrivals(len(batch), sending.rate, sending.seed + batch[0][0])
@@ -169,24 +182,59 @@ async def _run_batch(
             group.create_task(run(number, script, at))
 
 
-async def run_session(client: Client, script: Script, sending: Sending, namespace: str) -> Run:
-    """One session, request by request, up to the first that fails or does not fit into the server's context."""
-    own = OwnAnswers() if sending.own_answers else None
-    outcomes: list[Outcome] = []
-    for number in range(len(script.session.turns)):
-        body, tokens = script.request(number, own)
+class SessionRun:
+    """A session under way on one server."""
+
+    def __init__(self, client: Client, script: Script, sending: Sending, namespace: str) -> None:
+        self._client, self._script, self._sending, self._namespace = client, script, sending, namespace
+        self._own = OwnAnswers() if sending.own_answers else None
+        self._outcomes: list[Outcome] = []
+        self._ended: str | None = None
+
+    @property
+    def so_far(self) -> Run:
+        """What became of its requests."""
+        return Run(tuple(self._outcomes), self._ended)
+
+    async def next_request(self) -> bool:
+        """Send the next one; False if there is none: the last one failed, or this one does not fit into the server's
+        context."""
+        number = len(self._outcomes)
+        if self._ended or number == len(self._script.session.turns):
+            return False
+        body, tokens = self._script.request(number, self._own)
+        sending = self._sending
         if len(tokens) + sending.max_tokens > sending.max_model_len:
             needed = f"{len(tokens)} tokens and {sending.max_tokens} to answer"
-            return Run(tuple(outcomes), f"request {number + 1} has {needed}, the context {sending.max_model_len}")
+            self._ended = f"request {number + 1} has {needed}, the context {sending.max_model_len}"
+            return False
         asked = _messages(body) if sending.chat else {"prompt": tokens}
-        extra = {"cache_salt": namespace}
-        outcome = await client.send(script.session.kind, asked, sending.max_tokens, extra)
-        outcomes.append(outcome)
+        extra = {"cache_salt": self._namespace}
+        outcome = await self._client.send(self._script.session.kind, asked, sending.max_tokens, extra)
+        self._outcomes.append(outcome)
         if outcome.error or outcome.first_s is None:
-            return Run(tuple(outcomes), f"request {number + 1} failed: {outcome.error or 'no token'}")
-        if own:
-            own.answered(outcome.text)
-    return Run(tuple(outcomes), None)
+            self._ended = f"request {number + 1} failed: {outcome.error or 'no token'}"
+        elif self._own:
+            self._own.answered(outcome.text)
+        return True
+
+
+async def run_session(client: Client, script: Script, sending: Sending, namespace: str) -> Run:
+    """One session, request by request, up to the first that fails or does not fit into the server's context."""
+    session = SessionRun(client, script, sending, namespace)
+    while await session.next_request():
+        pass
+    return session.so_far
+
+
+async def _take_turns(pair: Pair, number: int, script: Script, sending: Sending) -> dict[Client, Run]:
+    """One session on both servers, request by request, ours first with every other one."""
+    namespace = sending.namespace_of(number)
+    both = {client: SessionRun(client, script, sending, namespace) for client in (pair.plain, pair.ours)}
+    for request in range(len(script.session.turns)):
+        for client in pair.in_turn(number + request):
+            await both[client].next_request()
+    return {client: session.so_far for client, session in both.items()}
 
 
 def _messages(body: Body) -> dict[str, Any]:
