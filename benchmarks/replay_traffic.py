@@ -140,24 +140,44 @@ async def replay(pair: Pair, scripts: Sequence[Script], sending: Sending, on_pro
     Raises:
         RuntimeError: a server did not answer the session that warms it up.
     """
-    runs: dict[Client, dict[int, Run]] = {pair.plain: {}, pair.ours: {}}
     await _warm_up(pair, scripts[0].encode, sending)
-    total = 2 * len(scripts)
-    numbered, size = list(enumerate(scripts)), sending.batch_of(len(scripts))
-    for number, script in numbered if sending.alternates else ():
-        for client, run in (await _take_turns(pair, number, script, sending)).items():
-            runs[client][number] = run
-        on_progress(2 * (number + 1), total)
-    for number in range(0 if sending.alternates else -(-len(scripts) // size)):
+    runs = await (_by_request if sending.alternates else _by_batch)(pair, scripts, sending, on_progress)
+    return [
+        Replayed(s.session.name, s.session.kind, len(s.lengths), runs[pair.plain][n], runs[pair.ours][n])
+        for n, s in enumerate(scripts)
+    ]
+
+
+async def _by_request(
+    pair: Pair, scripts: Sequence[Script], sending: Sending, on_progress: OnProgress
+) -> dict[Client, dict[int, Run]]:
+    """One session at a time, request by request, ours first with every other one."""
+    runs: dict[Client, dict[int, Run]] = {pair.plain: {}, pair.ours: {}}
+    for number, script in enumerate(scripts):
+        namespace = sending.namespace_of(number)
+        both = {client: SessionRun(client, script, sending, namespace) for client in runs}
+        for request in range(len(script.session.turns)):
+            for client in pair.in_turn(number + request):
+                await both[client].next_request()
+        for client, session in both.items():
+            runs[client][number] = session.so_far
+        on_progress(number + 1, len(scripts))
+    return runs
+
+
+async def _by_batch(
+    pair: Pair, scripts: Sequence[Script], sending: Sending, on_progress: OnProgress
+) -> dict[Client, dict[int, Run]]:
+    """Batch by batch, ours first in every other one."""
+    runs: dict[Client, dict[int, Run]] = {pair.plain: {}, pair.ours: {}}
+    total, numbered, size = 2 * len(scripts), list(enumerate(scripts)), sending.batch_of(len(scripts))
+    for number in range(-(-len(scripts) // size)):
         batch = numbered[number * size : (number + 1) * size]
         for client in pair.in_turn(number):
             await asyncio.sleep(SETTLE_S)
             done = runs[client]
             await _run_batch(client, batch, sending, done, lambda: on_progress(sum(map(len, runs.values())), total))
-    return [
-        Replayed(s.session.name, s.session.kind, len(s.lengths), runs[pair.plain][n], runs[pair.ours][n])
-        for n, s in enumerate(scripts)
-    ]
+    return runs
 
 
 async def _run_batch(
@@ -225,16 +245,6 @@ async def run_session(client: Client, script: Script, sending: Sending, namespac
     while await session.next_request():
         pass
     return session.so_far
-
-
-async def _take_turns(pair: Pair, number: int, script: Script, sending: Sending) -> dict[Client, Run]:
-    """One session on both servers, request by request, ours first with every other one."""
-    namespace = sending.namespace_of(number)
-    both = {client: SessionRun(client, script, sending, namespace) for client in (pair.plain, pair.ours)}
-    for request in range(len(script.session.turns)):
-        for client in pair.in_turn(number + request):
-            await both[client].next_request()
-    return {client: session.so_far for client, session in both.items()}
 
 
 def _messages(body: Body) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def play(
     progress: list[tuple[int, int]] = []
     found = asyncio.run(replay(pair, [Script(s, ENCODE) for s in made], sending, lambda *at: progress.append(at)))
     assert progress == sorted(set(progress))
-    assert progress[-1] == (2 * len(made), 2 * len(made))
+    assert progress[-1] == (len(progress), len(progress)), "one step for each session, of each server if they run whole"
     if sending.max_model_len > 4000:
         assert {sent.url for sent in log if sent.namespace == "warm-up"} == {"plain", "ours"}
     return [sent for sent in log if sent.namespace != "warm-up"], found, servers
