@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-import torch
+import numpy as np
 
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.planner import Planner
@@ -42,8 +42,8 @@ class Recoveries:
         if candidate.steps:
             self._hiding.hide(state, candidate.steps[0][0])
             state.offer.rest_on(candidate.steps)
-        tokens = torch.tensor(state.token_ids, dtype=torch.int64).numpy()
-        table = torch.tensor(blocks, dtype=torch.int64).numpy()
+        tokens = np.array(state.token_ids, np.int64)
+        table = np.array(blocks, np.int64)
         job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
         self._jobs.append(job)
 
