@@ -1,8 +1,8 @@
-"""What KVGraft costs a request that has nothing to reuse: one vLLM engine, with our connector and without it in turn.
+"""What KVGraft costs where it has nothing to graft: one vLLM engine, with our connector and without it in turn.
 
 Two servers cannot tell: two processes of one program differ by more than that.
 
-    python benchmarks/overhead.py [--json]
+    python benchmarks/overhead.py [--turns 10] [--json]
 """
 
 import json
@@ -31,11 +31,13 @@ IN_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+WARM_UP = 3  # sessions
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 1024,
-    rounds: Annotated[int, typer.Option(help="Measured, after three that warm up.")] = 40,
+    tokens: Annotated[int, typer.Option(help="Of a prompt; later turns add as many.")] = 1024,
+    turns: Annotated[int, typer.Option(min=1, help="Prompts of a session, each begins with the one before.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="Sessions measured, after three that warm up.")] = 40,
     layers: Annotated[int, typer.Option(help="Of the random model.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -44,12 +46,15 @@ def main(
     if not wanted.items() <= os.environ.items():  # malloc reads its settings when a program starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
     with TemporaryDirectory() as folder:
-        make_random_model(Path(folder), layers, tokens + 128)
-        plain, ours = measure(engine(folder), tokens, rounds)
+        make_random_model(Path(folder), layers, turns * tokens + 128)
+        plain, ours = measure(engine(folder), tokens, turns, rounds)
     ratios = [b / a for a, b in zip(plain, ours, strict=True)]
     low, high = bootstrap(ratios, of=np.median)
     result = {
-        "configuration": {"tokens": tokens, "layers": layers, "rounds": rounds, "threads": THREADS, "dtype": "float32"},
+        "configuration": {
+            "tokens": tokens, "turns": turns, "layers": layers, "rounds": rounds, "threads": THREADS,
+            "dtype": "float32",
+        },
         "ratio": statistics.median(ratios), "low": low, "high": high,
         "plain_ms": statistics.median(plain), "ours_ms": statistics.median(ours),
         "cost_ms": statistics.median(b - a for a, b in zip(plain, ours, strict=True)),
@@ -69,23 +74,34 @@ def engine(folder: str) -> Any:
     )  # fmt: skip
 
 
-def measure(llm: Any, tokens: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of every round, without our connector and with it; every prompt is new."""
+def measure(llm: Any, tokens: int, turns: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Milliseconds to the first tokens of every session, without our connector and with it; every text is new."""
+    rng = np.random.default_rng(0)
+    times = np.zeros((2, rounds + WARM_UP))  # [without and with it, session]
+    with progress_bar(Console(stderr=True), "sessions") as on_progress:
+        for number in range(rounds + WARM_UP):
+            texts = rng.integers(1, 4096, (2, turns * tokens))
+            for turn in range(turns):
+                for attached in (False, True) if (number + turn) % 2 else (True, False):
+                    with connector(llm, attached):
+                        prompt = texts[int(attached), : (turn + 1) * tokens].tolist()
+                        times[int(attached), number] += 1e3 * time_to_first_token(llm.llm_engine, prompt)
+            on_progress(number + 1, rounds + WARM_UP)
+    return times[0, WARM_UP:].tolist(), times[1, WARM_UP:].tolist()
+
+
+def time_to_first_token(engine: Any, prompt: list[int]) -> float:
+    """Seconds; the answer has two tokens, so that what is done at its end counts only if it comes before the first."""
     from vllm import SamplingParams
 
-    rng, sampling = np.random.default_rng(0), SamplingParams(max_tokens=1, temperature=0)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    with progress_bar(Console(stderr=True), "prompts") as on_progress:
-        for number in range(-3, rounds):
-            for attached in (False, True) if number % 2 else (True, False):
-                prompt = {"prompt_token_ids": rng.integers(1, 4096, tokens).tolist()}
-                with connector(llm, attached):
-                    start = time.perf_counter()
-                    llm.generate([prompt], sampling, use_tqdm=False)
-                    if number >= 0:
-                        seconds[attached].append(1e3 * (time.perf_counter() - start))
-            on_progress(max(number, 0), rounds)
-    return seconds[False], seconds[True]
+    start = time.perf_counter()
+    engine.add_request("0", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    while not any(output.outputs[0].token_ids for output in engine.step()):
+        pass
+    first = time.perf_counter() - start
+    while engine.has_unfinished_requests():
+        engine.step()
+    return first
 
 
 @contextmanager
