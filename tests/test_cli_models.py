@@ -7,6 +7,8 @@ import pytest
 
 from gguf_files import known_model, make_gguf, make_wheel
 from kvgraft.cli import app, run
+from kvgraft.evaluate import reading
+from kvgraft.evaluate.passages import Passage, TextQuestion
 from kvgraft.models import KNOWN
 
 Asked = Callable[..., Any]
@@ -106,3 +108,22 @@ def test_what_cannot_be_found_is_one_line(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_demo_asks_a_model_that_chats_about_texts(
+    gguf: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    passage = Passage("Hens", "the hen is here. " * 8)
+    monkeypatch.setattr(reading, "READINGS", (("Be quick.", (passage,)),))
+    monkeypatch.setattr(reading, "QUESTIONS", (TextQuestion("where?", (passage,)),))
+    asked("models", "get", str(gguf), "--name", "tiny")
+    [question] = asked("demo", "--model", "tiny")["questions"]
+    assert [answer["policy"] for answer in question["answers"]] == ["full", "transitive"]
+    assert question["answers"][1]["reused"] > 100
+    assert run(app, ["demo", "--model", "tiny", "--policy", "naive"]) == 0
+    printed = capsys.readouterr().out
+    assert "1. where?" in printed
+    assert "naive took over" in " ".join(printed.split())
+    for flag in (["--seed", "1"], ["--items", "2"], ["--no-serve"]):
+        assert run(app, ["demo", "--model", "tiny", *flag]) == 2
+        assert "is about the scenarios" in capsys.readouterr().err
