@@ -124,7 +124,7 @@ READINGS = (  # an instruction, and the passages that the model reads behind it 
     ("You find spelling mistakes.", (TEA, WHALE)),
     ("You translate into French.", (CANAL,)),
 )
-QUESTIONS = (  # that SmolLM2-135M can answer when it reads all of the prompt anew
+QUESTIONS = (  # chosen by what SmolLM2-135M answered under full recomputation, before it was asked with reuse
     TextQuestion("After whom is the Eiffel Tower named?", (BEES, TOWER)),
     TextQuestion("How long is the Panama Canal?", (TEA, WHALE, CANAL)),
     TextQuestion("From which plant does all tea come?", (TOWER, TEA)),
