@@ -18,8 +18,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-demo: $(READY) ## Set up, then show segment reuse on the bundled model
+demo: $(READY) ## Set up, then show segment reuse on the bundled model, and on a real one if it can be had (93 MB)
 	$(BIN)/kvgraft demo
+	@if $(BIN)/kvgraft models get smollm2; then $(BIN)/kvgraft demo --model smollm2; fi
 
 serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/kvgraft serve

@@ -50,6 +50,13 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where models that have a name lie; there are none yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvgraft" / "models"
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A page of a browser; tests that ask for it are skipped where there is none."""

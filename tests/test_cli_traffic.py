@@ -65,7 +65,7 @@ ERRORS = {
     "unknown match 'alike'": [*PAIR, "--match", "alike"],
     "block_size must be an integer of at least 1": [*PAIR, "--block-size", "0"],
     "max_depth must be an integer of at least 0": [*PAIR, "--max-depth", "-1"],
-    "missing is not a directory": [*PAIR, "--tokenizer", "missing"],
+    "missing is not a model directory": [*PAIR, "--tokenizer", "missing"],
     "missing.json": [*PAIR, "--costs", "missing.json"],
     "holds no costs": [*PAIR, "--costs", "bad.jsonl"],
     "no model runs here": [*PAIR, "--costs", "measured"],

@@ -1,7 +1,6 @@
 """Commands that answer prompts."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,47 +29,6 @@ if TYPE_CHECKING:
     from kvgraft.engine.engine import Engine
     from kvgraft.engine.request import Request, Result
     from kvgraft.segments.store import StoreOptions
-
-
-@app.command()
-def demo(
-    model: ModelOption = MODEL_DIR,
-    as_json: JsonOption = False,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
-    items: Annotated[int, typer.Option(help="Items per scenario, four prompts each.")] = 8,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex, transitive")
-    ] = None,
-    serve: Annotated[
-        bool | None,
-        typer.Option("--serve/--no-serve", help="Also start the server and ask it.", show_default="if vLLM is here"),
-    ] = None,
-) -> None:
-    """RAG, chat and agents under full recomputation, naive reuse, SparseX and transitive; then the server."""
-    from kvgraft.evaluate import demo as demonstration
-    from kvgraft.prefill.policies import parse_policy
-
-    policies = ("full", *policy) if policy else demonstration.POLICIES
-    for name in policies:
-        parse_policy(name)
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies)
-    with progress_bar(progress_console, "demo") as on_progress:
-        report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
-    if not as_json:
-        console.print(demonstration.render(report))
-    served = None
-    if serve or (serve is None and find_spec("vllm") is not None):
-        from kvgraft.evaluate import serving  # needs the packages of kvgraft[serve]
-
-        with progress_bar(progress_console, "server (takes half a minute to start)") as on_progress:
-            served = serving.run_serving_demo(seed=seed, on_progress=on_progress)
-        if not as_json:
-            console.print(serving.render(served))
-    if as_json:
-        print_json({"engine": report, "server": served})
 
 
 @app.command()

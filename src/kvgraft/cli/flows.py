@@ -13,6 +13,7 @@ from kvgraft.cli.options import (
     ModelOption,
     app,
     console,
+    find,
     load,
     print_json,
     progress_console,
@@ -58,7 +59,7 @@ def explain_flow(
     from kvgraft.engine.config import load_config
     from kvgraft.evaluate import explain
 
-    chosen, config = parse_flow(flow), load_config(model)
+    chosen, config = parse_flow(flow), load_config(find(model))
     if chosen is None:
         raise ValueError("dense attention is no flow")
     program = trace(chosen, block, config.head_dim, config.group)

@@ -7,6 +7,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from kvgraft.models import find_model
+
 if TYPE_CHECKING:
     from kvgraft.engine.engine import Engine
 
@@ -17,7 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face model directory.", show_default="bundled")]
+MODEL_HELP = "Hugging Face model directory, or a name: `kvgraft models list`."
+ModelOption = Annotated[Path, typer.Option("--model", help=MODEL_HELP, show_default="bundled")]
+ModelArgument = Annotated[Path, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default="bundled")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -33,8 +37,14 @@ console = Console()
 progress_console = Console(stderr=True)
 
 
+def find(model: Path) -> Path:
+    """The directory of a model; one that can be had by name is fetched if it is not here yet."""
+    return find_model(model, fetch=True)
+
+
 def load(model: Path, **settings: Any) -> "Engine":
     """The native engine, with a sign of life while it reads the weights."""
+    model = find(model)
     from kvgraft.engine.engine import Engine
 
     with progress_console.status(f"loading {model.name}"):

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvgraft.cli.options import JsonOption, app, console, print_json, progress_console
+from kvgraft.cli.options import JsonOption, app, console, find, print_json, progress_console
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.methods import require_amount
 from kvgraft.segments.store import StoreDirectory
@@ -51,7 +51,7 @@ def show_segment(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or what only it begins with.")],
     directory: DirOption,
     model: Annotated[
-        Path | None, typer.Option(help="Print the text, too: the model directory that has its tokenizer.")
+        Path | None, typer.Option(help="Print the text, too: directory or name of the model that has its tokenizer.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -252,7 +252,7 @@ def _text(row: CatalogueRow, model: Path) -> str:
     """The text of a segment. ValueError if the model has no such tokens."""
     from kvgraft.engine.text import load_tokenizer
 
-    tokenizer, tokens = load_tokenizer(model), row.record.chunk.tokens
+    tokenizer, tokens = load_tokenizer(find(model)), row.record.chunk.tokens
     if (last := int(tokens.max())) >= len(tokenizer):
         raise ValueError(f"token {last} is none of the {len(tokenizer)} of {model}: another model has read this")
     return str(tokenizer.decode(tokens.tolist()))

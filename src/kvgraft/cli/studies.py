@@ -13,10 +13,12 @@ from kvgraft.cli.options import (
     HeadPagingOption,
     JsonOption,
     KvOption,
+    ModelArgument,
     ModelOption,
     app,
     check_output,
     console,
+    find,
     load,
     print_json,
     progress_console,
@@ -66,6 +68,7 @@ def evaluate(
         items,
         seed,
     )
+    model = find(model) if host in ("native", "vllm") else model
     engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}
     engine["policies"] = settings.policies
     with (
@@ -118,7 +121,7 @@ def layers(
 
 @app.command("profile-heads")
 def profile_heads(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    model: ModelArgument = MODEL_DIR,
     out: Annotated[Path | None, typer.Option(help="Where the map goes.", show_default="MODEL/heads.json")] = None,
     share: Annotated[
         float | None, typer.Option(help="Of the KV heads, that keep everything.", show_default="0.15")
@@ -153,6 +156,7 @@ def profile_heads(
 
     if share is None and threshold is None:
         share = 0.15
+    model = find(model)
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         texts = [path.read_text(encoding="utf-8") for path in text]
@@ -180,7 +184,7 @@ def profile_heads(
 
 @app.command("profile-layers")
 def profile_layers(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    model: ModelArgument = MODEL_DIR,
     out: Annotated[Path | None, typer.Option(help="Where the profile goes.", show_default="MODEL/layers.json")] = None,
     threshold: Annotated[
         float, typer.Option(help="Share of the best layer's score that makes a layer of the upper half stable.")
@@ -200,6 +204,7 @@ def profile_layers(
     """Which layers of a model agree on what is important in a text: N* of `samkv`."""
     from kvgraft.evaluate import layer_profile
 
+    model = find(model)
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         named = {path.name: path.read_text(encoding="utf-8") for path in text}
@@ -224,7 +229,7 @@ def profile_layers(
 
 @app.command("profile-costs")
 def profile_costs(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.", show_default="bundled")] = MODEL_DIR,
+    model: ModelArgument = MODEL_DIR,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the costs go.")] = Path("costs.json"),
     recomputed_share: Annotated[
         float, typer.Option(help="Of grafted tokens, that is computed again: for the table only.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kvgraft.cli.options import JsonOption, app, check_output, console, print_json, progress_console
+from kvgraft.cli.options import JsonOption, app, check_output, console, find, print_json, progress_console
 from kvgraft.evaluate.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def analyze(
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Hugging Face directory of the model's tokenizer.", show_default="pieces of words"),
+        typer.Option(help="Directory of the tokenizer, or a model's name.", show_default="pieces of words"),
     ] = None,
     pool: Annotated[
         str, typer.Option(help="Tokens that the KV pool holds, by commas: 500K,4M,unlimited.")
@@ -53,7 +53,7 @@ def analyze(
     from kvgraft.prefill.costs import find_costs
     from kvgraft.segments.segmentation import parse_match
 
-    reader = open_tokens(tokenizer)
+    reader = open_tokens(None if tokenizer is None else find(tokenizer))
     settings = ReplaySettings(
         block_size,
         max_depth,

@@ -24,6 +24,7 @@ from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount, require_at_least
+from kvgraft.models import find_model
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
@@ -44,7 +45,8 @@ class Engine:
     """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one thread.
 
     Args:
-        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V2/V3 model.
+        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V2/V3 model, or the name
+            of a model (`kvgraft models get smollm2`, then `smollm2`).
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.
@@ -123,13 +125,13 @@ class Engine:
         require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
         require_at_least("max_depth", max_depth, 0)
         require_amount("document_gib", document_gib)
-        self.policy = parse_policy(policy)
+        self.policy, model_dir = parse_policy(policy), find_model(model_dir)
         self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
         self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
-        self.head_map = load_head_map(head_map, Path(model_dir), config)
+        self.head_map = load_head_map(head_map, model_dir, config)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
         served = [self.policy, *map(parse_policy, policies)]
         needed, similarity = needs(served, residual_layers, match, config.num_layers)
@@ -143,7 +145,7 @@ class Engine:
         cost_model = make_cost_model(costs, exact_value, self.decoder, cache, self.max_length)
         lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
         self.memory = Memory(pool, cache, self.frozen, lookup, max_prefill_tokens, tier)
-        stable = load_stable_layers(stable_layers, Path(model_dir), config)
+        stable = load_stable_layers(stable_layers, model_dir, config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
         self.flow = self.scheduler.flows.find(flow)

@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from gguf_files import known_model, make_gguf
+from kvgraft.models import KNOWN, get_model
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
-from kvgraft.vllm.server.arguments import BUNDLED_NAMES, parse
+from kvgraft.vllm.server.arguments import BUNDLED_NAMES, KNOWN_KV_BYTES, parse
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
 from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
 from kvgraft.vllm.server.server_state import ServerState
@@ -211,3 +213,32 @@ def test_our_plugin_is_allowed_and_no_other_is_taken_away():
 )
 def test_tenants_have_equal_shares_of_what_may_be_frozen_unless_said_otherwise(arguments: list[str], quota: float):
     assert ServerState(parse(arguments)).segments.quota == quota
+
+
+@pytest.fixture
+def tiny(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a known model that is here, named `tiny`."""
+    make_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setitem(KNOWN, "tiny", known_model(tmp_path / "tiny.gguf"))
+    return get_model(tmp_path / "tiny.gguf").directory
+
+
+@pytest.mark.parametrize("given", [["tiny"], ["--model", "tiny"]])
+def test_a_model_is_served_under_its_name(tiny: Path, given: list[str]):
+    args = parse(given)
+    assert (args.model, args.served_model_name) == (str(tiny), ["tiny", str(tiny)])
+    assert (args.dtype, args.kv_cache_memory_bytes, args.chat_template) == ("float32", KNOWN_KV_BYTES, None)
+    own = parse([*given, "--served-model-name", "other", "--dtype", "bfloat16", "--kv-cache-memory-bytes", "123"])
+    assert (own.served_model_name, own.dtype, own.kv_cache_memory_bytes) == (["other"], "bfloat16", 123)
+
+
+def test_what_a_user_has_converted_is_served_as_vllm_would(tiny: Path, tmp_path: Path):
+    mine = get_model(tmp_path / "tiny.gguf", "mine").directory
+    args = parse(["mine", "--no-kvgraft"])
+    assert (args.model, args.served_model_name) == (str(mine), ["mine", str(mine)])
+    assert (args.dtype, args.kv_cache_memory_bytes) == ("auto", None)
+
+
+def test_a_name_that_nobody_knows_lists_those_that_are_here(tiny: Path):
+    with pytest.raises(FileNotFoundError, match=r"unheard is not a model directory.*: here are tiny; "):
+        parse(["unheard"])

