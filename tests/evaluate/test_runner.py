@@ -15,7 +15,7 @@ import pytest
 
 from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
-from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
+from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
@@ -44,8 +44,8 @@ class Dying:
     def describe(self) -> dict[str, Any]:
         return self.host.describe()
 
-    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
-        for answer in self.host.answers(item, policies):
+    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+        for answer in self.host.answers(item, policies, orders):
             if not self.lives:
                 raise KeyboardInterrupt
             self.lives -= 1
@@ -78,7 +78,9 @@ def test_patterns_of_reuse_are_drawn_evenly_over_suites_and_lengths(tmp_path: Pa
         def describe(self) -> dict[str, Any]:
             return {}
 
-        def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        def answers(
+            self, item: Item, policies: Sequence[str], orders: Orders = ()
+        ) -> Iterator[tuple[int, str, Answer]]:
             self.patterns[item.pattern] += 1
             return iter(())
 
@@ -145,7 +147,7 @@ def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: P
         theirs = runner.run(SETTINGS, served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
         with pytest.raises(ValueError, match="refused a prompt"):
-            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("naive",)))
+            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("full",)))
     ours = {(row.cluster, row.number, row.policy): row for row in rows}
     for row in theirs:
         mine = ours[row.cluster, row.number, row.policy].answer
@@ -171,7 +173,8 @@ def made_up(policy: str, number: int, score: float, **answer: Any) -> EvalRow:
 def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, reason: str | None, fallback: str | None):
     counted = [f"{kind}_tokens" for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")]
     report = {**dict.fromkeys([*counted, "computed_share"], 1), "reason": reason}
-    last = {"choices": [{"text": "42"}], "kv_transfer_params": {"kvgraft": report}}
+    told = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.1, "token_id:6": -3.0}]}
+    last = {"choices": [{"text": "42", "logprobs": told}], "kv_transfer_params": {"kvgraft": report}}
 
     def respond(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -231,7 +234,7 @@ def test_tables_and_pictures_are_written(rows: list[EvalRow], tmp_path: Path):
     assert {line["group"] for line in lines} == {"alone", "tail"}
     assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
     pictures = plots.write_plots(rows, tmp_path)
-    assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
+    assert [path.stem for path in pictures] == ["quality_ttft", "quality_work", "quality_kl", "quality_pattern"]
     pictures.append(write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     less = [
         msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"

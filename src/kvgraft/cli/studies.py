@@ -14,6 +14,7 @@ from kvgraft.cli.options import (
     JsonOption,
     KvOption,
     ModelOption,
+    OrderNoiseOption,
     app,
     check_output,
     console,
@@ -51,6 +52,7 @@ def evaluate(
     kv_gib: KvOption = 2.0,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
+    order_noise: OrderNoiseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
@@ -65,6 +67,7 @@ def evaluate(
         PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
         items,
         seed,
+        order_noise,
     )
     engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}
     engine["policies"] = settings.policies
