@@ -17,6 +17,7 @@ from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
 from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
+from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
@@ -144,12 +145,20 @@ def test_hosts_that_are_not_there():
 @pytest.mark.vllm
 def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: Path):
     with open_host("vllm", MODEL_DIR, dtype="float32", device="cpu", kv_gib=1.0) as served:
-        theirs = runner.run(SETTINGS, served, tmp_path)
+        theirs = runner.run(replace(SETTINGS, order_noise=True), served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
         with pytest.raises(ValueError, match="refused a prompt"):
-            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("full",)))
+            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("full", "naive")))
     ours = {(row.cluster, row.number, row.policy): row for row in rows}
+    far = {summary.policy: summary for summary in results.summarise(theirs, "all")}
+    assert far[POLICIES[2]].answer_kl.value < 1e-4 < far["naive"].answer_kl.value
+    assert far[POLICIES[2]].flips.value == 0 < far["naive"].flips.value
+    assert far["naive"].kl_per_noise.value == pytest.approx(
+        far["naive"].answer_kl.value / far[ORDER_NOISE].answer_kl.value
+    )
     for row in theirs:
+        if row.policy == ORDER_NOISE:
+            continue
         mine = ours[row.cluster, row.number, row.policy].answer
         assert row.answer.prompt == mine.prompt
         assert row.answer.fallback is None or row.policy == "full"
