@@ -7,8 +7,8 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from kvgraft.evaluate.plots import COLOURS, STYLE, WORK, draw_full, save
-from kvgraft.evaluate.results import summarise
 from kvgraft.evaluate.runner import EvalRow
+from kvgraft.evaluate.summaries import summarise
 
 
 def write_curves(rows: Sequence[EvalRow], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:

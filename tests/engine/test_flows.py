@@ -49,7 +49,7 @@ def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, mo
 @pytest.mark.parametrize("flow", NAMED)
 def test_company_changes_nothing(engine: Engine, flow: str):
     requests = [
-        request(count, f"{NAMED[flow]}:topk_blocks=3", count, decoded_tail=20, remember=False) for count in LENGTHS
+        request(count, f"{NAMED[flow]}:topk_blocks=3", count, answer=tokens(4), remember=False) for count in LENGTHS
     ]
     requests += [request(200), request(200, "quest:topk_blocks=5")]
     together = [result.token_ids for result in engine.generate(requests)]
@@ -99,12 +99,15 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
         assert tables[head].tolist() == [blocks[0], *blocks[best].tolist(), *blocks[24:].tolist()]
 
 
-def test_the_tail_of_a_prompt_is_decoded(engine: Engine):
-    whole = engine.generate([request(300, return_logits=True)])[0]
-    tail = engine.generate([request(300, decoded_tail=40, return_logits=True, remember=False)])[0]
-    assert tail.token_ids == whole.token_ids
-    torch.testing.assert_close(tail.first_logits, whole.first_logits, atol=1e-4, rtol=1e-4)
-    assert tail.report.prompt_tokens == 300
+def test_a_given_answer_is_computed_under_the_flow(engine: Engine):
+    sparse = "streaming:topk_blocks=1"
+    dense, given = (
+        engine.generate([request(400, flow, answer=tokens(20, 1), return_logits=True, remember=False)])[0]
+        for flow in ("dense", sparse)
+    )
+    assert given.token_ids[:20] == dense.token_ids[:20] == tokens(20, 1)
+    assert torch.equal(given.first_logits, dense.first_logits)  # type: ignore[arg-type]  # of the prompt
+    assert float((given.logits[1:20] - dense.logits[1:20]).abs().max()) > 0.01  # type: ignore[index]
 
 
 def test_what_follows_a_sparse_step_is_never_an_exact_hit(engine: Engine):
@@ -150,7 +153,6 @@ def test_a_full_pool_lets_sparse_requests_wait(model_dirs: dict[str, Path]):
         ({"flow": "quest:layers_skip=x"}, "layers_skip must be layers, such as 0 or 0[+]1, or none, got 'x'"),
         ({"flow": "dense:topk_blocks=1"}, "flow 'dense' has no options"),
         ({"flow": "nothing.py"}, "there is no file of flows nothing.py"),
-        ({"decoded_tail": 40}, "decoded_tail must be from 0 to 39 for this prompt, got 40"),
     ],
 )
 def test_bad_flows_are_refused(engine: Engine, fields: dict[str, object], error: str):

@@ -15,8 +15,9 @@ import pytest
 
 from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
-from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, open_host
+from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
+from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
@@ -44,8 +45,8 @@ class Dying:
     def describe(self) -> dict[str, Any]:
         return self.host.describe()
 
-    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
-        for answer in self.host.answers(item, policies):
+    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+        for answer in self.host.answers(item, policies, orders):
             if not self.lives:
                 raise KeyboardInterrupt
             self.lives -= 1
@@ -78,7 +79,9 @@ def test_patterns_of_reuse_are_drawn_evenly_over_suites_and_lengths(tmp_path: Pa
         def describe(self) -> dict[str, Any]:
             return {}
 
-        def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        def answers(
+            self, item: Item, policies: Sequence[str], orders: Orders = ()
+        ) -> Iterator[tuple[int, str, Answer]]:
             self.patterns[item.pattern] += 1
             return iter(())
 
@@ -142,12 +145,20 @@ def test_hosts_that_are_not_there():
 @pytest.mark.vllm
 def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: Path):
     with open_host("vllm", MODEL_DIR, dtype="float32", device="cpu", kv_gib=1.0) as served:
-        theirs = runner.run(SETTINGS, served, tmp_path)
+        theirs = runner.run(replace(SETTINGS, order_noise=True), served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
         with pytest.raises(ValueError, match="refused a prompt"):
-            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("naive",)))
+            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("full", "naive")))
     ours = {(row.cluster, row.number, row.policy): row for row in rows}
+    far = {summary.policy: summary for summary in results.summarise(theirs, "all")}
+    assert far[POLICIES[2]].answer_kl.value < 1e-4 < far["naive"].answer_kl.value
+    assert far[POLICIES[2]].flips.value == 0 < far["naive"].flips.value
+    assert far["naive"].kl_per_noise.value == pytest.approx(
+        far["naive"].answer_kl.value / far[ORDER_NOISE].answer_kl.value
+    )
     for row in theirs:
+        if row.policy == ORDER_NOISE:
+            continue
         mine = ours[row.cluster, row.number, row.policy].answer
         assert row.answer.prompt == mine.prompt
         assert row.answer.fallback is None or row.policy == "full"
@@ -171,7 +182,8 @@ def made_up(policy: str, number: int, score: float, **answer: Any) -> EvalRow:
 def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, reason: str | None, fallback: str | None):
     counted = [f"{kind}_tokens" for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")]
     report = {**dict.fromkeys([*counted, "computed_share"], 1), "reason": reason}
-    last = {"choices": [{"text": "42"}], "kv_transfer_params": {"kvgraft": report}}
+    told = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.1, "token_id:6": -3.0}]}
+    last = {"choices": [{"text": "42", "logprobs": told}], "kv_transfer_params": {"kvgraft": report}}
 
     def respond(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -231,7 +243,7 @@ def test_tables_and_pictures_are_written(rows: list[EvalRow], tmp_path: Path):
     assert {line["group"] for line in lines} == {"alone", "tail"}
     assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
     pictures = plots.write_plots(rows, tmp_path)
-    assert [path.name for path in pictures] == ["quality_ttft.png", "quality_work.png", "quality_pattern.png"]
+    assert [path.stem for path in pictures] == ["quality_ttft", "quality_work", "quality_kl", "quality_pattern"]
     pictures.append(write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     less = [
         msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"

@@ -16,6 +16,7 @@ from kvgraft.evaluate.statistics import (
     mcnemar,
     paired_difference,
     paired_p,
+    paired_ratio,
     rank_correlation,
     wilson,
 )
@@ -85,6 +86,26 @@ def test_differences_are_of_pairs():
     assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0), "however far apart the pairs are"
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1.0], [1.0, 2.0])
+
+
+def test_ratios_are_of_sums_drawn_together():
+    theirs = [1.0, 2.0, 3.0, 10.0, 0.0, 7.0]
+    found = paired_ratio([2 * value for value in theirs], theirs)
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0), "however far apart the pairs are"
+    ours = [1.0, 5.0, 0.0, 9.0, 1.0, 2.0]
+    numbers = [0, 0, 1, 1, 2, 2]
+    by_cluster = paired_ratio(ours, theirs, numbers)
+    sums = [(6.0, 3.0), (9.0, 13.0), (3.0, 7.0)]
+    drawn = np.sort([sum(a for a, _ in three) / sum(b for _, b in three) for three in product(sums, repeat=3)])
+    assert by_cluster.value == sum(ours) / sum(theirs)
+    assert (by_cluster.low, by_cluster.high) == pytest.approx((drawn[0], drawn[-1])), "each end has 1 / 27"
+    assert by_cluster == paired_ratio(ours, theirs, numbers)
+
+
+def test_nothing_is_a_multiple_of_nothing():
+    assert isnan(paired_ratio([1.0, 2.0], [0.0, 0.0]).value)
+    one = paired_ratio([1.0, 2.0], [2.0, 4.0], ["same", "same"])
+    assert (one.value, isnan(one.low), isnan(one.high)) == (0.5, True, True)
 
 
 def test_the_permutation_test_exchanges_the_sides_of_clusters():

@@ -36,24 +36,26 @@ def words(number: int, seed: int) -> list[int]:
 @dataclass(frozen=True)
 class Ask:
     """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace.
-    `logprobs`: whether those of the generated tokens are wanted."""
+    `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`: those of the prompt."""
 
     prompt: Sequence[int]
     options: dict[str, Any] | None = None
     salt: str | None = None
     max_tokens: int = 8
     logprobs: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
     """What came back: generated tokens, cached tokens of the prompt, our report (empty from plain vLLM), and what was
-    asked for of logprobs, one for each token."""
+    asked for of logprobs, one for each token (of the prompt: but the first)."""
 
     tokens: list[int]
     cached: int
     report: dict[str, Any] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
 
     @property
     def grafted(self) -> int:
@@ -100,7 +102,7 @@ def as_sampling(ask: Ask, **fields: Any) -> Any:
 
     extra = None if ask.options is None else {"kv_transfer_params": {"kvgraft": ask.options}}
     settings = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "extra_args": extra}
-    wanted = {"logprobs": 0} if ask.logprobs else {}
+    wanted = dict.fromkeys([name for name in ("logprobs", "prompt_logprobs") if getattr(ask, name)], 0)
     return SamplingParams(**settings | wanted | fields)
 
 
@@ -109,4 +111,6 @@ def as_answer(output: Any) -> Answer:
     report = (output.kv_transfer_params or {}).get("kvgraft", {})
     tokens, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs or []
     logprobs = [step[token].logprob for token, step in zip(tokens, steps, strict=False)]
-    return Answer(tokens, output.num_cached_tokens or 0, report, logprobs)
+    places = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
+    of_prompt = [step[token].logprob for token, step in places if step is not None]
+    return Answer(tokens, output.num_cached_tokens or 0, report, logprobs, of_prompt)

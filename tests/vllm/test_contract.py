@@ -53,6 +53,8 @@ IMPLS = (
 
 OUTPUT, PROCESSOR = "vllm.outputs:RequestOutput", "vllm.v1.engine.output_processor:OutputProcessor"
 TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.models"
+PROCESSORS, SLOT_PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 
 # what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
 HANDED = {
@@ -124,6 +126,20 @@ HANDED = {
     ("connector/__init__.py", "", "blocks"): BLOCKS,
     ("connector/reporting.py", "", "request"): REQUEST,
     ("connector/reporting.py", "", "request.prefill_stats"): PREFILL_STATS,
+    ("compat/given_answers.py", "", "config"): CONFIG,
+    ("compat/given_answers.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat/given_answers.py", "", "params"): "vllm.sampling_params:SamplingParams",
+    ("compat/given_answers.py", "", "super()"): f"{PROCESSORS}:AdapterLogitsProcessor",
+    ("compat/given_answers.py", "SlotAnswers", "req_states"): "vllm.v1.worker.gpu.states:RequestState",
+    ("compat/given_answers.py", "SlotAnswers", "req_states.prompt_len"): f"{BUFFERS}:UvaBackedTensor",
+    ("compat/given_answers.py", "SlotAnswers", "ctx"): f"{SLOT_PROCESSORS}:LogitsContext",
+    ("compat/given_answers.py", "add_given_answers", "runner"): RUNNERS,
+    ("compat/given_answers.py", "add_given_answers", "runner.vllm_config"): CONFIG,
+    ("compat/given_answers.py", "_add_to_batch", "runner"): " ".join(RUNNERS.split()[:2]),
+    ("compat/given_answers.py", "_add_to_batch", "runner.input_batch"): "vllm.v1.worker.gpu_input_batch:InputBatch",
+    ("compat/given_answers.py", "_add_to_batch", "processors"): f"{PROCESSORS}:LogitsProcessors",
+    ("compat/given_answers.py", "_add_to_slots", "runner"): RUNNERS.split()[2],
+    ("compat/given_answers.py", "_add_to_slots", "runner.sampler"): "vllm.v1.worker.gpu.sample.sampler:Sampler",
     ("compat/events.py", "", "block_pool"): POOL,
     ("compat/events.py", "", "self._pool"): POOL,
     ("compat/events.py", "cache_full_blocks", "request"): REQUEST,
@@ -163,6 +179,7 @@ HANDED = {
     ("connector/scheduler_side.py", "end_of_schedule", "output"): "vllm.v1.core.sched.output:SchedulerOutput",
     ("connector/scheduler_side.py", "on_outcomes", "output"): "vllm.v1.outputs:KVConnectorOutput",
     ("server/engine_client.py", "", "client"): "vllm.v1.engine.async_llm:AsyncLLM",
+    ("server/engine_client.py", "", "self._client"): "vllm.v1.engine.async_llm:AsyncLLM",
     ("server/engine_client.py", "", "client.engine_core"): "vllm.v1.engine.core_client:AsyncMPClient",
     ("server/engine_client.py", "admit", "request"): "vllm.v1.engine:EngineCoreRequest",
     ("server/engine_client.py", "", "output"): OUTPUT,
@@ -361,3 +378,30 @@ def test_decoder_layers_are_what_the_host_runs(architecture: str):
     source = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, f"{family}Attention").forward)))
     calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.attn"]
     assert [ast.unparse(call) for call in calls] == ["self.attn(q, k, v)"], "ModelHost's hook takes (q, k, v) by place"
+
+
+def test_given_answers_come_behind_the_models_log_probabilities():
+    first = inspect.getsource(resolve("vllm.v1.sample.sampler:Sampler").forward)
+    told, processed = first.index("self.compute_logprobs(logits)"), first.index("self.apply_logits_processors(")
+    assert told < processed, "BatchAnswers changes logits that nobody looks at any more"
+    second = inspect.getsource(resolve("vllm.v1.worker.gpu.sample.sampler:Sampler").apply_sampling_params)
+    unused, copied = second.index("self.needs_logits_processing[idx_mapping_np]"), second.index(".copy_(logits)")
+    assert unused < copied < second.index("processor.apply(logits, ctx)"), (
+        "SlotAnswers changes a copy, where it is needed"
+    )
+
+
+def test_the_first_runner_counts_tokens_that_it_does_not_know_yet():
+    runner = inspect.getsource(resolve(RUNNERS.split()[1]))
+    assert "sampled_ids = [-1]" in runner
+    assert "req_state.output_token_ids.extend(sampled_ids)" in runner, "BatchAnswers counts the tokens of the answer"
+    added = inspect.getsource(resolve("vllm.v1.worker.gpu_input_batch:InputBatch")._register_add_request)
+    assert "request.output_token_ids," in added, "BatchAnswers keeps the list itself"
+
+
+def test_processors_of_the_configuration_make_the_first_runner_wait():
+    runner = inspect.getsource(resolve(RUNNERS.split()[1]))
+    assert "logitsprocs_need_output_token_ids=bool(custom_logitsprocs)" in runner, (
+        "add_given_answers goes past vllm_config.model_config.logits_processors for this reason only"
+    )
+    assert "logitsprocs=self.input_batch.logitsprocs," in runner, "what we added is kept in a new batch"

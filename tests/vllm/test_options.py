@@ -77,6 +77,11 @@ def test_all_shared_text_is_wanted_unless_some_is_named(said: dict[str, Any], sh
     assert RequestOptions.parse(said, DEFAULT).shared == shared
 
 
+def test_a_given_answer_is_taken_as_it_is():
+    assert RequestOptions.parse({"answer": [5, 0]}, DEFAULT) == RequestOptions(POLICY, answer=(5, 0))
+    assert RequestOptions.parse({"answer": None}, DEFAULT).answer == ()
+
+
 def test_the_namespace_is_taken_as_it_is():
     assert RequestOptions.parse({"namespace": "Team ä/7"}, DEFAULT).namespace == "Team ä/7"
     assert RequestOptions.parse({}, DEFAULT).namespace == ""
@@ -118,6 +123,10 @@ def test_the_namespace_is_taken_as_it_is():
         ({"control": {"op": "list"}}, "no option 'control': it has"),
         ({"name": "sparsex"}, "no option 'name': it has"),
         ({7: 1}, "no option 7: it has"),
+        ({"answer": []}, "answer must be a list of token ids, got '[]'"),
+        ({"answer": "w3"}, "answer must be a list of token ids, got 'w3'"),
+        ({"answer": [3, -1]}, "answer must be a list of token ids, got '[3, -1]'"),
+        ({"answer": [True]}, "answer must be a list of token ids, got '[True]'"),
         ({"namespace": 5}, "namespace must be a printable string of 1 to 128 characters, got '5'"),
         ({"namespace": "a\nb"}, "namespace must be a printable string"),
         ({"namespace": "x" * (MAX_NAME + 1)}, "namespace must be a printable string"),

@@ -14,6 +14,7 @@ from kvgraft.cli.options import (
     JsonOption,
     KvOption,
     ModelOption,
+    OrderNoiseOption,
     app,
     console,
     load,
@@ -96,16 +97,17 @@ def compare(
     kv_gib: KvOption = 2.0,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
+    order_noise: OrderNoiseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One prompt under several policies: time, tokens by kind, distance of the first token from full, text."""
+    """One prompt under several policies: time, tokens by kind, distance from full along its answer, text."""
     from kvgraft.evaluate import compare as comparison
 
     case = comparison.load_case(file)
     settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
     with progress_bar(progress_console, "comparing") as on_progress:
-        outcomes = comparison.run_compare(engine, case, on_progress)
+        outcomes = comparison.run_compare(engine, case, on_progress, order_noise=order_noise)
     if as_json:
         print_json(outcomes)
     else:

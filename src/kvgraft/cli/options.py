@@ -33,6 +33,9 @@ HeadMapOption = Annotated[
 HeadPagingOption = Annotated[
     bool, typer.Option("--head-paging", help="Keep only sinks and windows of the heads that the map calls local.")
 ]
+OrderNoiseOption = Annotated[
+    bool, typer.Option("--order-noise", help="Also ask full with the reused segments in other orders: the unit.")
+]
 console = Console()
 progress_console = Console(stderr=True)
 

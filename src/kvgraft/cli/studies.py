@@ -15,6 +15,7 @@ from kvgraft.cli.options import (
     KvOption,
     ModelArgument,
     ModelOption,
+    OrderNoiseOption,
     app,
     check_output,
     console,
@@ -53,6 +54,7 @@ def evaluate(
     kv_gib: KvOption = 2.0,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
+    order_noise: OrderNoiseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
@@ -67,6 +69,7 @@ def evaluate(
         PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
         items,
         seed,
+        order_noise,
     )
     model = find(model) if host in ("native", "vllm") else model
     engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}

@@ -1,6 +1,5 @@
 """The native engine: load a model, reuse what it has read, generate."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -212,7 +211,8 @@ class Engine:
         """
         payload = load_payload(Path(path), self.memory.cache, self._model)
         header = payload.header
-        sequence = self._sequence(0, Request(header.prompt, "full", header.sampling, remember=False))
+        request = Request(header.prompt, "full", header.sampling, remember=False, answer=header.answer)
+        sequence = self._sequence(0, request)
         sequence.num_dropped = header.num_dropped
         self.scheduler.adopt(sequence)
         put_payload(payload, sequence, self.memory.cache)
@@ -312,16 +312,12 @@ class Engine:
             similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
             shared = tuple(self.scope_of(name) for name in check_shared(request))
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
-            most = len(tokenised.token_ids) - 1
-            if not 0 <= request.decoded_tail <= most:
-                raise ValueError(f"decoded_tail must be from 0 to {most} for this prompt, got {request.decoded_tail}")
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
         tokens, scope = tokenised.token_ids.tolist(), self.scope_of(request.namespace)
-        start = len(tokens) - request.decoded_tail
-        sampler, tail = Sampler(request.sampling), deque(tokens[start:])
-        sequence = SequenceState(index, request, policy, tokens[:start], Offer(scope), sampler, text, flow, forced=tail)
+        sampler = Sampler(request.sampling)
+        sequence = SequenceState(index, request, policy, tokens, Offer(scope), sampler, text, flow)
         sequence.matches_similar, sequence.shared = similar, shared
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful

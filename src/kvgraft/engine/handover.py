@@ -22,14 +22,15 @@ _POOLS = ("keys", "values")  # names of the cache's pools; of latent attention t
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer;
-    `num_dropped` tokens of the prompt were not kept."""
+    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer,
+    `answer` what the request gave of it; `num_dropped` tokens of the prompt were not kept."""
 
     model: str
     prompt: tuple[int, ...]
     first_token: int
     sampling: SamplingParams
     num_dropped: int = 0
+    answer: tuple[int, ...] = ()
 
     @property
     def num_held(self) -> int:
@@ -48,8 +49,8 @@ class Payload:
 
 def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str) -> None:
     """Write what a sequence that has its first token needs to go on elsewhere."""
-    prompt, sampling = tuple(sequence.prompt.tolist()), sequence.request.sampling
-    header = Header(model, prompt, sequence.tokens[-1], sampling, sequence.num_dropped)
+    prompt, request = tuple(sequence.prompt.tolist()), sequence.request
+    header = Header(model, prompt, sequence.tokens[-1], request.sampling, sequence.num_dropped, tuple(request.answer))
     tensors = {}
     for page_list in range(cache.layout.num_lists):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]

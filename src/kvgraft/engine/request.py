@@ -28,12 +28,12 @@ class Request:
         sampling: length, temperature, stop strings and so on.
         namespace: isolation key; content cached under another one is never found, but for those that are shared.
         remember: False leaves nothing of this request behind for later ones to reuse.
-        return_logits: keep the float32 logits of the first token in the result.
+        return_logits: keep in the result the float32 logits that each token of the answer was chosen from.
         flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`; `dense` to all; None is
             the engine's own.
         match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
-        decoded_tail: tokens at the end of the prompt that are computed one by one, as those of the answer are, and so
-            under the flow.
+        answer: token ids with which the answer begins, whatever the model would choose: computed one by one as any
+            answer is, and so under the flow. The policy knows nothing of them.
         shared_namespaces: others whose text may be grafted, too, or kept in part, if their documents were read on their
             own; nothing of this request is left in them. Where a text is known in several, the longest piece counts,
             then `namespace`, then this order.
@@ -47,7 +47,7 @@ class Request:
     return_logits: bool = False
     flow: str | Flow | None = None
     match: Literal["exact", "similar"] | None = None
-    decoded_tail: int = 0
+    answer: Sequence[int] = ()
     shared_namespaces: Sequence[str] = ()
 
 
@@ -72,14 +72,20 @@ class Report(PrefillReport):
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one request. `finish_reason` is `length`, `eos`, `stop` or `error` (then `error` says why)."""
+    """The answer to one request. `finish_reason` is `length`, `eos`, `stop` or `error` (then `error` says why);
+    `logits` are float32 [tokens of the answer, V], if they were asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: str
     report: Report
-    first_logits: Tensor | None = None
+    logits: Tensor | None = None
     error: str | None = None
+
+    @property
+    def first_logits(self) -> Tensor | None:
+        """Those of the first token, [V]."""
+        return None if self.logits is None else self.logits[0]
 
 
 @dataclass(frozen=True)
@@ -99,3 +105,12 @@ def check_shared(request: Request) -> Sequence[str]:
     if len({request.namespace, *names}) <= len(names):
         raise ValueError(f"shared_namespaces must be distinct and others than {request.namespace!r}, got {list(names)}")
     return names
+
+
+def check_answer(request: Request, vocab_size: int) -> None:
+    """Raise ValueError unless the answer that a request gives is one that it can have."""
+    answer, most = request.answer, request.sampling.max_tokens
+    if isinstance(answer, str) or not all(type(token) is int and 0 <= token < vocab_size for token in answer):
+        raise ValueError(f"answer must be token ids in 0..{vocab_size - 1}, got {str(answer)[:80]}")
+    if len(answer) > most:
+        raise ValueError(f"an answer of {len(answer)} tokens is given, and max_tokens is {most}")

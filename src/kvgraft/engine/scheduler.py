@@ -249,7 +249,7 @@ class Scheduler:
             self._accept(sequence, row)
 
     def _accept(self, sequence: SequenceState, logits: Tensor) -> None:
-        sequence.accept(sequence.sampler.sample(logits), logits, self.decoder.config.eos_token_ids)
+        sequence.accept(sequence.choose(logits), logits, self.decoder.config.eos_token_ids)
 
     def _retire(self) -> None:
         for sequence in [sequence for sequence in self.running if sequence.done]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvgraft.decode.flow import Flow
@@ -35,7 +36,6 @@ class SequenceState:
         shared: scopes of other namespaces that it may graft from, see `scope`.
         shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
         matches_similar: whether near-duplicates of its prompt are grafted, too.
-        forced: the end of the prompt, which is decoded token by token.
         documents: stretches of the prompt of which a part is kept, if its policy does that.
         num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
             together there, so that token t of the answer lies at t - num_dropped.
@@ -45,6 +45,7 @@ class SequenceState:
         given_up: why what is known of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
+        logits: float32 [V] that each token of the answer was chosen from, if they are wanted.
     """
 
     index: int
@@ -58,7 +59,6 @@ class SequenceState:
     shared: tuple[bytes, ...] = ()
     shares_prefix: bool = True
     matches_similar: bool = False
-    forced: deque[int] = field(default_factory=deque)
     documents: tuple[range, ...] = ()
     num_dropped: int = 0
     report: Report = field(default_factory=Report)
@@ -71,12 +71,12 @@ class SequenceState:
     given_up: str | None = None
     num_indexed: int = 0
     num_computed: int = 0
-    first_logits: Tensor | None = None
+    logits: list[Tensor] = field(default_factory=list)
     done: bool = False
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.report.prompt_tokens = self.num_prompt + len(self.forced)
+        self.report.prompt_tokens = self.num_prompt
         self.report.policy = self.policy.name
 
     @property
@@ -144,7 +144,7 @@ class SequenceState:
     @property
     def num_reserved(self) -> int:
         """Places for KV that it may ever need; the last generated token's is never needed."""
-        return self.num_prompt + len(self.forced) - self.num_dropped + self.request.sampling.max_tokens - 1
+        return self.num_prompt - self.num_dropped + self.request.sampling.max_tokens - 1
 
     @property
     def first_token_pending(self) -> bool:
@@ -167,16 +167,17 @@ class SequenceState:
             lengths = [len(span) for span in documents]
             self.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
+    def choose(self, logits: Tensor) -> int:
+        """The next token: of the answer that its request gives, as far as that reaches, then by sampling."""
+        given, place = self.request.answer, len(self.tokens) - self.num_prompt
+        return given[place] if place < len(given) else self.sampler.sample(logits)
+
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
-        """Take the next token, emit its text, and finish when an end is reached; of a prompt that is not read to its
-        end, take the prompt's next token."""
-        if self.forced:
-            self.tokens.append(self.forced.popleft())
-            self.num_prompt += 1
-            return
+        """Take the next token, emit its text, and finish when an end is reached."""
         if self.first_token_pending:
             self.report.ttft_s = time.perf_counter() - self.submitted_at
-            self.first_logits = logits.float().cpu() if self.request.return_logits else None
+        if self.request.return_logits:
+            self.logits.append(logits.float().cpu())
         self.tokens.append(token)
         sampling = self.request.sampling
         is_eos = token in eos_token_ids and not sampling.ignore_eos
@@ -195,5 +196,6 @@ class SequenceState:
         self.done = True
         text += self.text.flush()
         generated = self.tokens[self.num_prompt :]
-        result = Result(self.text.text, generated, reason, self.report, self.first_logits, error)
+        logits = torch.stack(self.logits) if self.logits else None
+        result = Result(self.text.text, generated, reason, self.report, logits, error)
         self.events.append(Event(self.index, text, result))

@@ -1,22 +1,22 @@
 """One prompt under several policies, against full recomputation (`kvgraft compare`)."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Report, Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.metrics import first_token
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.scoring import ANSWER_TOKENS, ORDER_NOISE, native_distances, other_orders, send
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.segments.prompt import Part, parse_markers
+from kvgraft.segments.prompt import Part, Segment, parse_markers
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -38,17 +38,24 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One policy. `first_kl` is KL(full || policy) of the first token in nats; `agreement` is the share of the full
-    answer's tokens that this answer has at the same place."""
+    """One policy; or order noise: full to the first other order of the segments, with the mean distances of all.
+
+    `first_kl` is KL(full || policy) of the first token in nats, `answer_kl` the mean along full's own answer, `flips`
+    and `loglik` as in `metrics.along`; `kl_per_noise` is `answer_kl` divided by that of order noise, if that was asked
+    for. `agreement` is the share of the full answer's tokens that this answer has at the same place."""
 
     policy: str
     ttft_s: float
     speedup: float
     first_kl: float
     first_token_equal: bool
+    answer_kl: float
+    flips: float
+    loglik: float
     agreement: float
     text: str
     report: Report
+    kl_per_noise: float | None = None
 
 
 def load_case(path: Path) -> Case:
@@ -70,35 +77,63 @@ def load_case(path: Path) -> Case:
     return case
 
 
-def run_compare(engine: Engine, case: Case, on_progress: OnProgress | None = None) -> list[Outcome]:
-    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused."""
+def run_compare(
+    engine: Engine, case: Case, on_progress: OnProgress | None = None, *, order_noise: bool = False
+) -> list[Outcome]:
+    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused.
+
+    Args:
+        order_noise: also answer the prompt in full with its segments in other orders.
+
+    Raises:
+        ValueError: the engine cannot answer, or there is no other order.
+    """
     names = ["full", *(name for name in case.policies if name != "full")]
+    parts = parse_markers(case.prompt)
+    asked = {name: _request(parts, name, case.max_tokens) for name in names}
+    others = [_request(order, "full", case.max_tokens) for order in _orders(parts)] if order_noise else []
     reading = SamplingParams(max_tokens=1, ignore_eos=True)
     engine.generate([Request(parse_markers(text), "full", reading) for text in case.read])
-    prompt, runs = parse_markers(case.prompt), range(case.repeats + 1)  # one to warm up
-    results: dict[str, list[Result]] = {name: [] for name in names}
+    runs = range(case.repeats + 1)  # one to warm up
+    last: dict[str, Result] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in runs:
         for place, name in enumerate(names):
-            results[name].append(_answer(engine, prompt, name, case.max_tokens))
+            last[name] = send(engine, asked[name])
+            times[name] += [last[name].report.ttft_s] if number else []
             if on_progress is not None:
                 on_progress(number * len(names) + place + 1, len(runs) * len(names))
-    return [_outcome(name, results[name][1:], results["full"][1:]) for name in names]
+    truth = last["full"]
+    outcomes = [_outcome(engine, name, asked[name], last[name], truth, times[name], times["full"]) for name in names]
+    if not others:
+        return outcomes
+    noise = _mean([_noise(engine, other, truth) for other in others])
+    unit = noise.answer_kl
+    return [
+        msgspec.structs.replace(outcome, kl_per_noise=outcome.answer_kl / unit if unit else None)
+        for outcome in (*outcomes, noise)
+    ]
 
 
 def render(outcomes: list[Outcome]) -> RenderableType:
     """A table of the policies, and under it their texts, for a rich console."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column("policy", overflow="fold")
-    for name in ("TTFT ms", "faster", "prefix", "grafted", "redone", "fresh", "KL", "same"):
+    unit = ("/ noise",) if outcomes[-1].policy == ORDER_NOISE else ()
+    for name in ("TTFT ms", "faster", "prefix", "grafted", "redone", "fresh", "KL", *unit, "flips", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for o in outcomes:
         report = o.report
         tokens = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
         times = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}")
-        table.add_row(o.policy, *times, *map(str, tokens), f"{o.first_kl:.4f}", f"{o.agreement:.0%}")
+        noise = ["-" if o.kl_per_noise is None else f"{o.kl_per_noise:.2f}"] if unit else []
+        far = (f"{o.answer_kl:.4f}", *noise, f"{o.flips:.0%}", f"{o.agreement:.0%}")
+        table.add_row(o.policy, *times, *map(str, tokens), *far)
     table.caption = (
-        "prefix, grafted, fresh: tokens; redone: grafted tokens recomputed in the last layer; KL: first token, full "
-        "against policy, nats; same: tokens of full's answer found at the same place"
+        "prefix, grafted, fresh: tokens; redone: grafted tokens recomputed in the last layer; KL: full against policy, "
+        f"nats, mean over the first {ANSWER_TOKENS} tokens of full's own answer; flips: of these, where the best token "
+        "is another; same: tokens of full's answer found at the same place"
+        + (f"; {ORDER_NOISE}: full with the segments in other orders, / noise: KL divided by that" if unit else "")
     )
     texts = Table(box=None, pad_edge=False, show_header=False)
     for o in outcomes:
@@ -106,33 +141,47 @@ def render(outcomes: list[Outcome]) -> RenderableType:
     return Group(table, texts)
 
 
-def _answer(engine: Engine, prompt: list[Part], policy: str, max_tokens: int) -> Result:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    request = Request(prompt, policy, sampling, remember=False, return_logits=True)
-    engine.read_documents(request)
-    [result] = engine.generate([request])
-    if result.error:
-        raise ValueError(result.error)
-    return result
+def _request(parts: Sequence[Part], policy: str, max_tokens: int) -> Request:
+    return Request(parts, policy, SamplingParams(max_tokens=max_tokens), remember=False, return_logits=True)
 
 
-def _outcome(name: str, results: list[Result], full: list[Result]) -> Outcome:
-    ours, truth = results[-1], full[-1]
+def _orders(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """The parts with their segments in other orders; ValueError if there is none."""
+    segments = [place for place, part in enumerate(parts) if isinstance(part, Segment)]
+    if not (orders := other_orders(parts, segments, "compare")):
+        raise ValueError("order noise needs a prompt with two different segments between reuse markers")
+    return orders
+
+
+def _noise(engine: Engine, request: Request, truth: Result) -> Outcome:
+    """Full with the segments in another order."""
+    ours = send(engine, request)
+    return _outcome(engine, ORDER_NOISE, request, ours, truth, [ours.report.ttft_s], [truth.report.ttft_s])
+
+
+def _outcome(
+    engine: Engine, name: str, request: Request, ours: Result, truth: Result, times: list[float], fulls: list[float]
+) -> Outcome:
     equal = [a == b for a, b in zip(ours.token_ids, truth.token_ids, strict=False)]
     length = max(len(ours.token_ids), len(truth.token_ids))
+    far = native_distances(engine, request, ours, truth)
     return Outcome(
         policy=name,
-        ttft_s=median([result.report.ttft_s for result in results]),
-        speedup=median([f.report.ttft_s / r.report.ttft_s for f, r in zip(full, results, strict=True)]),
-        first_kl=first_token(_logits(ours), _logits(truth))["kl"],
+        ttft_s=median(times),
+        speedup=median([full / seconds for full, seconds in zip(fulls, times, strict=True)]),
+        first_kl=far["kl"],
         first_token_equal=equal[0],
+        answer_kl=far["answer_kl"],
+        flips=far["flips"],
+        loglik=far["loglik"],
         agreement=sum(equal) / length,
         text=ours.text,
         report=ours.report,
     )
 
 
-def _logits(result: Result) -> Tensor:
-    if result.first_logits is None:
-        raise ValueError("the answer needs its first logits")
-    return result.first_logits
+def _mean(outcomes: Sequence[Outcome]) -> Outcome:
+    """The first one, with the mean distances of all."""
+    names = ("first_kl", "answer_kl", "flips", "loglik", "agreement")
+    means = {name: mean(getattr(outcome, name) for outcome in outcomes) for name in names}
+    return msgspec.structs.replace(outcomes[0], **means)

@@ -157,12 +157,13 @@ def _answers(
 
 def _answer(engine: Engine, ask: Ask, flow: str) -> str:
     """Pages are shared where the flow allows that, and copied where it does not: exact, as all has been read so."""
-    parts, sampling = as_parts(ask.segments, ()), SamplingParams(max_tokens=ask.max_tokens)
-    tail = len(engine.encode(ask.segments[-1]))
-    [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, decoded_tail=tail)])
+    *parts, question = as_parts(ask.segments, ())
+    given = engine.encode(str(question))  # computed under the flow
+    sampling = SamplingParams(max_tokens=len(given) + ask.max_tokens)
+    [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, answer=given)])
     if result.error:
         raise ValueError(f"the engine cannot answer a prompt: {result.error}")
-    return result.text
+    return str(engine.tokenizer.decode(result.token_ids[len(given) :], skip_special_tokens=True))
 
 
 def _scores(rows: Iterable[FlowRow]) -> dict[str, float]:

@@ -1,12 +1,11 @@
 """Where an evaluation asks its questions: the native engine, our vLLM server, or a server that is already running."""
 
-import json
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, Protocol
 
 import httpx
@@ -14,11 +13,14 @@ import httpx
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.metrics import first_token
+from kvgraft.evaluate.metrics import along_told
 from kvgraft.evaluate.prompts import as_parts, as_text
+from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_distances, send
+from kvgraft.evaluate.streaming import stream
 from kvgraft.evaluate.tasks import Item
 
 TIMEOUT_S = 600.0
+MOST_LIKELY = 20  # tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
 MISSES = ("no_known_text", "too_little_known", "off", "policy_full")  # reasons of a server that are no fallbacks
 
 
@@ -33,8 +35,9 @@ class Answer:
         fallback: why what is known was not used; None where it was, and where nothing is known.
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
-        distances: of the first token's logits from those of `full`, see `metrics.first_token`; empty over HTTP.
+        distances: from `full` along full's own answer, see `metrics.along`; over HTTP `metrics.along_told`.
         counts: what was counted, such as `promoted_heads`; over HTTP only `kept_tokens` (of documents).
+        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
     """
 
     text: str
@@ -51,6 +54,10 @@ class Answer:
     distances: dict[str, float] = field(default_factory=dict)
     ffn_flops: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    kl_tokens: int = 0
+
+
+Orders = Sequence[Sequence[Sequence[str]]]  # for each prompt of an item, its segments in other orders
 
 
 class Host(Protocol):
@@ -59,8 +66,10 @@ class Host(Protocol):
     def describe(self) -> dict[str, Any]:
         """What a reader has to know of model and machine to repeat this."""
 
-    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
-        """(number of the prompt, policy, answer) in any order; phase 1 is read before.
+    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+        """(number of the prompt, policy, answer) in any order; phase 1 is read before. Policies begin with `full`.
+        With `orders`, each prompt has an answer under `ORDER_NOISE` besides: that of full to the first other order,
+        with the mean distances of all, or full's own where there is no other.
 
         Raises:
             ValueError: a prompt or a policy that this host cannot serve; the message says why.
@@ -83,36 +92,40 @@ class NativeHost:
             "head paging": self.engine.memory.cache.layout.num_local_lists > 0,
         }  # fmt: skip
 
-    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
         for segments in item.phase_1:
-            reading = Request(as_parts(segments), "full", SamplingParams(max_tokens=1, ignore_eos=True))
-            self._send(reading)
+            send(self.engine, Request(as_parts(segments), "full", SamplingParams(max_tokens=1, ignore_eos=True)))
         reused = {segment for segments in item.phase_1 for segment in segments}
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
-            sampling = SamplingParams(max_tokens=ask.max_tokens)
-            parts, results = as_parts(ask.segments, reused), {}
-            for policy in turns:
-                request = Request(parts, policy, sampling, remember=False, return_logits=True)
-                self.engine.read_documents(request)
-                results[policy] = self._send(request)
-            truth = results["full"].first_logits
-            for policy, result in results.items():
-                logits, report = result.first_logits, result.report
-                distances = {} if truth is None or logits is None else first_token(logits, truth)
-                yield number, policy, Answer(
-                    result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
-                    report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
-                    report.kv_bytes, distances, report.ffn_flops, dict(report.counts),
-                )  # fmt: skip
+            asked = {name: _request(name, ask.segments, reused, ask.max_tokens) for name in turns}
+            results = {name: send(self.engine, asked[name]) for name in asked}
+            truth = results["full"]
+            for name, result in results.items():
+                yield number, name, self._answer(asked[name], result, truth)
+            if orders:
+                others = [_request("full", order, reused, ask.max_tokens) for order in orders[number]]
+                noise = [self._answer(other, send(self.engine, other), truth) for other in others]
+                yield number, ORDER_NOISE, _mean(noise or [self._answer(asked["full"], truth, truth)])
 
-    def _send(self, request: Request) -> Result:
-        [result] = self.engine.generate([request])
-        if result.error:
-            raise ValueError(f"the engine cannot answer a prompt: {result.error}")
-        return result
+    def _answer(self, request: Request, result: Result, truth: Result) -> Answer:
+        report = result.report
+        return Answer(
+            result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
+            report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
+            report.kv_bytes, native_distances(self.engine, request, result, truth), report.ffn_flops,
+            dict(report.counts),
+        )  # fmt: skip
+
+
+def _request(policy: str, segments: Sequence[str], reused: Collection[str], max_tokens: int) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(as_parts(segments, reused), policy, sampling, remember=False, return_logits=True)
+
+
+Told = Scored[Sequence[Mapping[int, float]]]
 
 
 class HttpHost:
@@ -125,6 +138,7 @@ class HttpHost:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.client = httpx.Client(timeout=TIMEOUT_S)
+        self._is_warm = False
         try:
             [model, *_] = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -134,42 +148,69 @@ class HttpHost:
     def describe(self) -> dict[str, Any]:
         return {"host": "http", "model": self.model}
 
-    def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+        if policies[0] != "full":
+            raise ValueError(f"policies must begin with full, got {', '.join(policies)}")
         for number, ask in enumerate(item.phase_2):
-            for policy in policies:
-                namespace = uuid.uuid4().hex
-                for segments in item.phase_1 if policy != "full" else ():
-                    self._send(segments, {"reuse": "exact", "namespace": namespace}, 1)
-                options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
-                yield number, policy, self._send(ask.segments, options | {"namespace": namespace}, ask.max_tokens)
+            if not self._is_warm:  # what vLLM compiles for its first log-probabilities is no time to a first token
+                self._ask(item, "full", ask.segments, 1)
+                self._is_warm = True
+            full, truth = self._ask(item, "full", ask.segments, ask.max_tokens)
+            full = self._compared(full, truth, truth, item, "full", ask.segments)
+            yield number, "full", full
+            for policy in policies[1:]:
+                answer, told = self._ask(item, policy, ask.segments, ask.max_tokens)
+                yield number, policy, self._compared(answer, told, truth, item, policy, ask.segments)
+            if orders:
+                noise = [
+                    self._compared(*self._ask(item, "full", order, ask.max_tokens), truth, item, "full", order)
+                    for order in orders[number]
+                ]
+                yield number, ORDER_NOISE, _mean(noise or [full])
 
-    def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> Answer:
+    def _compared(
+        self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, segments: Sequence[str]
+    ) -> Answer:
+        def give(tokens: tuple[int, ...]) -> Told:
+            return self._ask(item, policy, segments, len(tokens), tokens)[1]
+
+        return replace(answer, distances=distances(told, truth, give, along_told))
+
+    def _ask(
+        self, item: Item, policy: str, segments: Sequence[str], max_tokens: int, answer: Sequence[int] = ()
+    ) -> tuple[Answer, Told]:
+        namespace = uuid.uuid4().hex
+        for read in item.phase_1 if policy != "full" else ():
+            self._send(read, {"reuse": "exact", "namespace": namespace}, 1)
+        options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
+        given = {"answer": list(answer)} if answer else {}
+        return self._send(segments, options | given | {"namespace": namespace}, max_tokens)
+
+    def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
         body = {
             "model": self.model, "prompt": as_text(segments), "max_tokens": max_tokens, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}, "kv_transfer_params": {"kvgraft": options},
+            "ignore_eos": "answer" in options, "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
-        start, first, text, report = time.perf_counter(), 0.0, "", None
-        with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise ValueError(f"{self.url} refused a prompt: {response.read().decode(errors='replace')[:500]}")
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise ValueError(f"{self.url} broke off an answer: {chunk['error']}")
-                first = first or time.perf_counter() - start
-                text += "".join(choice["text"] for choice in chunk["choices"])
-                report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or report
-        if report is None:
+        found = stream(self.client, self.url, body, MOST_LIKELY)
+        if not found.report:
             raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
-        kept, reason = report.get("kept_tokens"), report["reason"]
-        return Answer(
-            text, first, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
-            report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"],
-            None if reason in MISSES else reason,
-            counts={} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]},
-        )  # fmt: skip
+        return _as_answer(found.text, found.first_s, found.report), Scored(tuple(found.tokens), found.places)
+
+
+def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
+    kept, reason = report.get("kept_tokens"), report["reason"]
+    return Answer(
+        text, ttft_s, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
+        report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"],
+        None if reason in MISSES else reason,
+        counts={} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]}, kl_tokens=MOST_LIKELY,
+    )  # fmt: skip
+
+
+def _mean(answers: Sequence[Answer]) -> Answer:
+    """The first one, with the mean distances of all."""
+    names = answers[0].distances
+    return replace(answers[0], distances={name: mean(a.distances[name] for a in answers) for name in names})
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Pictures of an evaluation and of what layers find (needs matplotlib)."""
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvgraft.evaluate.flows import FlowScore
-from kvgraft.evaluate.results import Summary, summarise
 from kvgraft.evaluate.runner import EvalRow
+from kvgraft.evaluate.scoring import ORDER_NOISE
+from kvgraft.evaluate.summaries import Summary, summarise
 from kvgraft.kv.heads import HeadClass, HeadMap
 
 mpl.use("Agg")
@@ -20,13 +22,14 @@ STYLE = {
     "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
 }  # fmt: skip
 WORK = "grafted token x layer work done again"
+LEAST_KL = 1e-3  # nats, below which the scale of divergences is linear
 _TAB20 = plt.get_cmap("tab20").colors
 COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter twins
 
 
 def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
-    """Quality against time and against work, against memory where policies differ in it, and by task, length and
-    pattern where there is more than one."""
+    """Quality against time and against work, distance from full against work, quality against memory where policies
+    differ in it, and by task, length and pattern where there is more than one."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
     overall = summarise(rows, "all")
@@ -35,6 +38,8 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
             "ttft": _scatter(overall, colours, "speedup", "time to first token: full / policy"),
             "work": _scatter(overall, colours, "work", WORK),
         }
+        if not any(isnan(summary.answer_kl.value) for summary in overall):
+            figures["kl"] = _divergence(overall, colours)
         if len({round(summary.kv_mib, 1) for summary in overall}) > 1:
             figures["memory"] = _scatter(overall, colours, "kv_mib", "most memory of keys and values, MiB")
         for name in ("task", "length", "pattern"):
@@ -46,10 +51,12 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
 
 def draw_full(axes: Axes, full: Summary) -> None:
     """A line at the score of full recomputation."""
-    axes.axhline(full.score, color="grey", linewidth=1, linestyle="--")
-    axes.annotate(
-        "full", (1.0, full.score), xycoords=("axes fraction", "data"), xytext=(8, -3), textcoords="offset points"
-    )
+    _draw_level(axes, full.score, "full")
+
+
+def _draw_level(axes: Axes, value: float, name: str) -> None:
+    axes.axhline(value, color="grey", linewidth=1, linestyle="--" if name == "full" else ":")
+    axes.annotate(name, (1.0, value), xycoords=("axes fraction", "data"), xytext=(8, -3), textcoords="offset points")
 
 
 def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str) -> Figure:
@@ -57,6 +64,9 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
     for summary in summaries:
         if summary.policy == "full":
             draw_full(axes, summary)
+            continue
+        if summary.policy == ORDER_NOISE:
+            _draw_level(axes, summary.score, ORDER_NOISE)
             continue
         x, score = getattr(summary, across), summary.score
         error = [[score - summary.low], [summary.high - score]]
@@ -68,6 +78,27 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
     if across == "work":
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
+    return figure
+
+
+def _divergence(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]) -> Figure:
+    """KL along full's answer against work, and that of full itself in other orders, if that was asked for."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.2))
+    for summary in summaries:
+        kl = summary.answer_kl
+        if summary.policy == ORDER_NOISE:
+            _draw_level(axes, kl.value, ORDER_NOISE)
+        elif summary.policy != "full":
+            error = [[kl.value - kl.low], [kl.high - kl.value]]
+            colour = colours[summary.policy]
+            axes.errorbar(summary.work, kl.value, error, fmt="o", color=colour, capsize=3, label=summary.policy)
+    axes.set_xlabel(WORK)
+    axes.set_ylabel("KL(full || policy) along full's answer, nats")
+    axes.set_yscale("symlog", linthresh=LEAST_KL)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.15)
+    axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.2, 0.5))
     return figure
 
 

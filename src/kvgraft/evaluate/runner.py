@@ -11,6 +11,7 @@ from kvgraft.evaluate.hosts import Answer, Host
 from kvgraft.evaluate.jsonl import check_config, read_lines
 from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.scoring import ORDER_NOISE, other_orders
 from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite
 from kvgraft.prefill.policies import parse_policy
 
@@ -20,6 +21,9 @@ CONFIG, ROWS = "config.json", "rows.jsonl"
 @dataclass(frozen=True)
 class EvalSettings:
     """What is evaluated; with the host it determines everything but times.
+
+    Attributes:
+        order_noise: also ask full about every prompt with its reused segments in other orders.
 
     Raises:
         ValueError: policies that do not begin with `full`, are unknown or appear twice, or no lengths.
@@ -32,6 +36,7 @@ class EvalSettings:
     patterns: tuple[str, ...] = Shape.patterns
     items: int = 12
     seed: int = 1000
+    order_noise: bool = False
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -43,9 +48,14 @@ class EvalSettings:
         if not self.lengths:
             raise ValueError("lengths must name at least one number of tokens")
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What each prompt has an answer under."""
+        return (*self.policies, ORDER_NOISE) if self.order_noise else self.policies
+
     def describe(self) -> dict[str, Any]:
         """As the configuration file has it."""
-        return {
+        described: dict[str, Any] = {
             "suites": [suite.name for suite in self.suites],
             "policies": list(self.policies),
             "lengths": list(self.lengths),
@@ -54,6 +64,7 @@ class EvalSettings:
             "items": self.items,
             "seed": self.seed,
         }
+        return described | ({ORDER_NOISE: True} if self.order_noise else {})
 
 
 class EvalRow(msgspec.Struct, frozen=True):
@@ -84,12 +95,12 @@ def run(settings: EvalSettings, host: Host, directory: Path, on_progress: OnProg
     check_config(directory / CONFIG, {**settings.describe(), **host.describe()})
     rows = {(row.cluster, row.number, row.policy): row for row in read_rows(directory)}
     work = list(_items(settings))
-    total = sum(len(item.phase_2) for *_, item in work) * len(settings.policies)
+    total = sum(len(item.phase_2) for *_, item in work) * len(settings.asked)
     with (directory / ROWS).open("ab") as file:
         for cluster, suite, length, item in work:
-            keys = {(cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.policies}
+            keys = {(cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.asked}
             if not keys <= rows.keys():  # an item that was interrupted is asked again as a whole
-                for number, policy, answer in host.answers(item, settings.policies):
+                for number, policy, answer in host.answers(item, settings.policies, _orders(settings, cluster, item)):
                     key = (cluster, number, policy)
                     if key not in rows:
                         rows[key] = _row(key, suite, item, length, answer)
@@ -116,6 +127,18 @@ def _items(settings: EvalSettings) -> Iterator[tuple[str, str, int, Item]]:
             turn = (turn + len(items)) % len(patterns)
             for number, item in enumerate(items):
                 yield f"{suite.name}/{length}/{number}", suite.name, length, item
+
+
+def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[tuple[str, ...]]]:
+    """Other orders of what each prompt of an item has of known text; instruction and question stay."""
+    if not settings.order_noise:
+        return []
+    known = {segment for segments in item.phase_1 for segment in segments}
+    found = []
+    for number, ask in enumerate(item.phase_2):
+        movable = [place for place, segment in enumerate(ask.segments[:-1]) if segment in known]
+        found.append(other_orders(ask.segments, movable, f"{settings.seed} {cluster} {number}"))
+    return found
 
 
 def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> EvalRow:

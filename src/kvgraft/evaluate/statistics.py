@@ -7,6 +7,7 @@ distributions are apart. Everything that compares anything here takes its statis
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -38,33 +39,17 @@ def bootstrap(
         clusters: what belongs to one of them (questions about one text, episodes of one cache) is drawn together; None:
             each value is one of its own. Of fewer than two nothing can be said (NaN).
     """
-    from scipy import stats
-
     groups = _group(values, range(len(values)) if clusters is None else clusters)
     if len(groups) < 2:
         return nan, nan
-
-    def mean(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
-        return np.asarray(sums.sum(axis) / counts.sum(axis))
+    if of is np.mean:  # all resamples at a time, as arrays
+        sums, counts = (np.array([function(group) for group in groups], float) for function in (np.sum, len))
+        return _resampled_ratio(sums, counts, seed)
 
     def any_statistic(drawn: np.ndarray) -> float:
         return of(np.concatenate([groups[int(number)] for number in drawn]))
 
-    at_once = of is np.mean  # all resamples, as arrays
-    sums, counts = (np.array([function(group) for group in groups], float) for function in (np.sum, len))
-    data = (sums, counts) if at_once else (np.arange(len(groups)),)
-    found = stats.bootstrap(
-        data,
-        mean if at_once else any_statistic,
-        n_resamples=RESAMPLES,
-        batch=max(1, DRAWN // len(groups)),
-        confidence_level=LEVEL,
-        method="percentile",
-        paired=True,
-        vectorized=at_once,
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return float(found.low), float(found.high)
+    return _resampled((np.arange(len(groups)),), any_statistic, at_once=False, seed=seed)
 
 
 def bootstrap_share(
@@ -91,6 +76,19 @@ def paired_difference(
     """The mean of ours - theirs, pair by pair, with its interval (see `bootstrap`)."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     return Estimate(float(np.mean(differences)), *bootstrap(differences, clusters))
+
+
+def paired_ratio(
+    ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0
+) -> Estimate:
+    """The mean of ours divided by that of theirs, with its interval (see `bootstrap`; of a pair both are drawn). NaN
+    where theirs are all 0."""
+    whole = range(len(ours)) if clusters is None else clusters
+    tops, bottoms = (np.array([group.sum() for group in _group(side, whole)]) for side in (ours, theirs))
+    if not bottoms.any():
+        return Estimate(nan, nan, nan)
+    interval = _resampled_ratio(tops, bottoms, seed) if len(tops) > 1 else (nan, nan)
+    return Estimate(float(tops.sum() / bottoms.sum()), *interval)
 
 
 def paired_p(
@@ -152,6 +150,36 @@ def kl_divergence(truth: Tensor, ours: Tensor) -> Tensor:
     """KL(truth || ours) in nats of each row of logits [..., V], float64 [...]."""
     p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _resampled_ratio(tops: np.ndarray, bottoms: np.ndarray, seed: int) -> tuple[float, float]:
+    """Interval of the sum of `tops` divided by that of `bottoms`, [clusters] each."""
+
+    def ratio(tops: np.ndarray, bottoms: np.ndarray, axis: int) -> np.ndarray:
+        return np.asarray(tops.sum(axis) / bottoms.sum(axis))
+
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without any of theirs
+        return _resampled((tops, bottoms), ratio, at_once=True, seed=seed)
+
+
+def _resampled(
+    data: tuple[np.ndarray, ...], of: Callable[..., Any], *, at_once: bool, seed: int
+) -> tuple[float, float]:
+    """Percentile interval of a statistic of arrays [clusters], which are drawn together."""
+    from scipy import stats
+
+    found = stats.bootstrap(
+        data,
+        of,
+        n_resamples=RESAMPLES,
+        batch=max(1, DRAWN // len(data[0])),
+        confidence_level=LEVEL,
+        method="percentile",
+        paired=True,
+        vectorized=at_once,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def _group(values: Sequence[float], clusters: Sequence[Hashable]) -> list[np.ndarray]:

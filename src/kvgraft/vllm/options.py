@@ -26,7 +26,7 @@ SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
 REFRESH, READ = "refresh", "read"  # control operations that read anew
 _OPS = ("freeze", "delete", "list", REFRESH, READ)
-_OWN_FIELDS = ("policy", "reuse", "match", "namespace", "shared")
+_OWN_FIELDS = ("policy", "reuse", "match", "namespace", "shared", "answer")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class RequestOptions:
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
         shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
+        answer: token ids with which its answer begins, whatever the model would choose.
     """
 
     policy: Policy
@@ -46,11 +47,13 @@ class RequestOptions:
     namespace: str = ""
     match_similar: bool = False
     shared: tuple[str, ...] | None = None
+    answer: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
         """From `{"policy": name, "reuse": "auto" | "exact" | "off", "match": "exact" | "similar", "namespace": text,
-        "shared": [text, ...], <policy option>: value}`, all optional. `off` is another word for `exact`.
+        "shared": [text, ...], "answer": [token id, ...], <policy option>: value}`, all optional. `off` is another word
+        for `exact`.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
 
@@ -69,7 +72,8 @@ class RequestOptions:
         policy = _changed(base, options)
         if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
             raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
-        return cls(policy, reuse == "auto", namespace, similar, _shared(given.get("shared")))
+        shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
+        return cls(policy, reuse == "auto", namespace, similar, shared, answer)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,15 @@ def _shared(names: Any) -> tuple[str, ...] | None:
     if len(set(names)) < len(names):
         raise ValueError("shared has a name twice")
     return tuple(names)
+
+
+def parse_answer(given: Any) -> tuple[int, ...]:
+    """Token ids with which an answer is to begin, none of nothing; ValueError unless it is a list of some."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not given or not all(type(token) is int and token >= 0 for token in given):
+        raise ValueError(f"answer must be a list of token ids, got {str(given)[:40]!r}")
+    return tuple(given)
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:

@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
+from kvgraft.vllm.compat.given_answers import add_given_answers
 from kvgraft.vllm.connector import KVGraftConnector
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import check_installed, install
@@ -31,6 +32,7 @@ class KVGraftWorker(PlatformWorker):
         if isinstance(connector, KVGraftConnector):
             with torch.inference_mode():
                 connector.worker_side.attach(self.model_runner)
+            add_given_answers(self.model_runner)
 
     def determine_available_memory(self) -> int:
         """Leaves room for a recovery of the longest prompt, except where the size of the cache is given."""

@@ -4,8 +4,11 @@ import logging
 from collections.abc import Set
 from typing import Any
 
+from vllm.config import VllmConfig
+
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Similar
+from kvgraft.vllm.compat.given_answers import check_answer
 from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import KEY, Control, RequestOptions
 
@@ -17,14 +20,16 @@ class ReuseEligibility:
 
     Args:
         default: what those get that say nothing.
+        config: vLLM's.
         residual_layers: layers of which the residual stream is kept.
     """
 
-    def __init__(self, default: RequestOptions, num_layers: int, residual_layers: Set[int], num_ranks: int) -> None:
+    def __init__(self, default: RequestOptions, config: VllmConfig, residual_layers: Set[int]) -> None:
         self._default = default
-        self._num_layers = num_layers
+        self._config = config
+        self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._residual_layers = residual_layers
-        self._num_ranks = num_ranks
+        self._num_ranks = int(config.parallel_config.tensor_parallel_size)
 
     def of(self, request: Any) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
         """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
@@ -35,6 +40,7 @@ class ReuseEligibility:
             if "control" in given:
                 return Control.parse(given["control"]), "control", ()
             options = RequestOptions.parse(given, self._default)
+            check_answer(options.answer, request.sampling_params, self._config)
             salts = granted_salts(params.get(GRANTED), request.cache_salt or "")
             if len(salts) < len(options.shared or ()):
                 raise ValueError("shared namespaces are granted by `kvgraft serve` only")

@@ -66,7 +66,7 @@ class SchedulerSide:
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
         residual_layers = self.settings.kept_residual_layers(self._num_layers)
-        self._eligibility = ReuseEligibility(self.settings.default, self._num_layers, residual_layers, self._num_ranks)
+        self._eligibility = ReuseEligibility(self.settings.default, config, residual_layers)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""

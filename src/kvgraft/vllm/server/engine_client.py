@@ -11,6 +11,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from kvgraft.vllm.compat.given_answers import check_answer
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.granted import GRANTED, granted_params
 from kvgraft.vllm.options import KEY, Control, RequestOptions
@@ -97,6 +98,8 @@ class GuardedEngineClient:
         if params is not None:
             try:
                 options = parse_params(params, self._default)
+                if options.answer:
+                    check_answer(options.answer, sampling_params, self._client.vllm_config)
                 if call is not None:
                     self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
