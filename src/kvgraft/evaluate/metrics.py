@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvgraft.evaluate.calls import match_calls
 from kvgraft.evaluate.statistics import kl_divergence
 
 
@@ -39,6 +40,7 @@ def f1(answer: str, expected: Sequence[str]) -> float:
 
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "contains_all": contains_all, "contains_any": contains_any, "f1": f1, "exact_match": exact_match,
+    "calls": match_calls,
 }  # fmt: skip
 
 
