@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +15,11 @@ import httpx
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.text import load_tokenizer
 from kvgraft.evaluate.metrics import first_token
-from kvgraft.evaluate.prompts import as_parts, as_text
+from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft.evaluate.tasks import Item
+from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
 MISSES = ("no_known_text", "too_little_known", "off", "policy_full")  # reasons of a server that are no fallbacks
@@ -56,6 +59,14 @@ class Answer:
 class Host(Protocol):
     """Answers the prompts of one item under several policies, of which none may profit from another's work."""
 
+    @property
+    def chat(self) -> Chat | None:
+        """The chat template of the model, in which items that want it are asked.
+
+        Raises:
+            ValueError: nobody knows it, or it cannot be used; the message says why.
+        """
+
     def describe(self) -> dict[str, Any]:
         """What a reader has to know of model and machine to repeat this."""
 
@@ -74,6 +85,10 @@ class NativeHost:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
+    @cached_property
+    def chat(self) -> Chat | None:
+        return find_chat(self.engine.tokenizer)
+
     def describe(self) -> dict[str, Any]:
         config, decoder = self.engine.config, self.engine.decoder
         return {
@@ -85,15 +100,16 @@ class NativeHost:
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
+        chat = self.chat if item.chat else None
         for segments in item.phase_1:
-            reading = Request(as_parts(segments), "full", SamplingParams(max_tokens=1, ignore_eos=True))
+            reading = Request(as_parts(segments, chat=chat), "full", SamplingParams(max_tokens=1, ignore_eos=True))
             self._send(reading)
         reused = {segment for segments in item.phase_1 for segment in segments}
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
             sampling = SamplingParams(max_tokens=ask.max_tokens)
-            parts, results = as_parts(ask.segments, reused), {}
+            parts, results = as_parts(ask.segments, reused, chat, ask.begun), {}
             for policy in turns:
                 request = Request(parts, policy, sampling, remember=False, return_logits=True)
                 self.engine.read_documents(request)
@@ -120,10 +136,14 @@ class HttpHost:
 
     Each prompt is answered under each policy in a new namespace, in which phase 1 has been read (not for `full`, which
     no exact hit is to make faster): so nothing of what other prompts have computed is reused.
+
+    Args:
+        model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is what the server
+            calls the model.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, model_dir: Path | None = None) -> None:
+        self.url, self._model_dir = url.rstrip("/"), model_dir
         self.client = httpx.Client(timeout=TIMEOUT_S)
         try:
             [model, *_] = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"]
@@ -131,21 +151,33 @@ class HttpHost:
             raise ValueError(f"no OpenAI-compatible server answers at {self.url}: {error}") from error
         self.model = model["id"]
 
+    @cached_property
+    def chat(self) -> Chat | None:
+        where = self._model_dir or Path(self.model)
+        if not where.is_dir():
+            raise ValueError(
+                f"{self.url} serves {self.model}, whose chat template is not on this machine: give the directory of "
+                "its tokenizer as --model, or --no-chat"
+            )
+        return find_chat(load_tokenizer(where))
+
     def describe(self) -> dict[str, Any]:
         return {"host": "http", "model": self.model}
 
     def answers(self, item: Item, policies: Sequence[str]) -> Iterator[tuple[int, str, Answer]]:
+        chat = self.chat if item.chat else None
         for number, ask in enumerate(item.phase_2):
             for policy in policies:
                 namespace = uuid.uuid4().hex
                 for segments in item.phase_1 if policy != "full" else ():
-                    self._send(segments, {"reuse": "exact", "namespace": namespace}, 1)
+                    self._send(as_text(segments, chat), {"reuse": "exact", "namespace": namespace}, 1)
                 options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
-                yield number, policy, self._send(ask.segments, options | {"namespace": namespace}, ask.max_tokens)
+                prompt = as_text(ask.segments, chat, ask.begun)
+                yield number, policy, self._send(prompt, options | {"namespace": namespace}, ask.max_tokens)
 
-    def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> Answer:
+    def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> Answer:
         body = {
-            "model": self.model, "prompt": as_text(segments), "max_tokens": max_tokens, "temperature": 0,
+            "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True}, "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
         start, first, text, report = time.perf_counter(), 0.0, "", None
@@ -177,6 +209,7 @@ def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> I
     """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
 
     Args:
+        model: of a server that is running, where its tokenizer lies; the bundled one says nothing of it.
         engine: of the native engine only.
 
     Raises:
@@ -191,6 +224,6 @@ def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> I
         with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:  # whatever takes how long here
             yield HttpHost(server.url)
     elif where.startswith(("http://", "https://")):
-        yield HttpHost(where)
+        yield HttpHost(where, None if model == MODEL_DIR else model)
     else:
         raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")
