@@ -312,7 +312,7 @@ def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["eval", "--suite", "ruler", "--patterns", "sideways"], "unknown pattern 'sideways'"),
         (["eval", "--suite", "ruler", "--items", "0"], "items must be at least 1, got 0"),
         (["eval", "--suite", "ruler", "--split", "dev"], "split dev: what is generated has none, as ruler"),
-        (["eval", "--suite", "ruler", "--split", "train"], "unknown split 'train': choose from all, dev, test"),
+        (["eval", "--suite", "docs", "--split", "train"], "unknown split 'train': choose from all, dev, test"),
         (["eval", "--suite", "all", "--no-chat"], "chat templates are for suites of real text (docs, files)"),
         (["eval", "--suite", "ruler", "--model", "nowhere"], "nowhere"),
         (["inspect", "missing.json", "--html", "page.html"], "no such file: missing.json"),

@@ -32,7 +32,7 @@ BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 
 @app.command("eval")
 def evaluate(
-    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ... or files (.json, .jsonl).")],
+    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ..., docs or files (.json, .jsonl).")],
     policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
         "full,naive,epic,cacheblend,prophet,sparsex,transitive"
     ),
@@ -46,7 +46,7 @@ def evaluate(
     patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
     items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
     seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
-    split: Annotated[str, typer.Option(help=f"Of real text (files): {', '.join(SPLITS)}.")] = "all",
+    split: Annotated[str, typer.Option(help=f"Of real text (docs, files): {', '.join(SPLITS)}.")] = "all",
     chat: Annotated[
         bool | None,
         typer.Option(

@@ -8,6 +8,8 @@ from kvgraft.evaluate.tasks.generated import GENERATED
 from kvgraft.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape
 from kvgraft.evaluate.tasks.texts import SPLITS, check_split
 
+DOCS = "docs"
+
 
 class TaskSuite(Protocol):
     """Whatever can give two-phase items."""
@@ -44,6 +46,10 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
             found += GENERATED.values()
         elif name in GENERATED:
             found.append(GENERATED[name])
+        elif name == DOCS:
+            from kvgraft.evaluate.tasks.docs import make_docs  # torch takes a second to load
+
+            found.append(make_docs(split))
         elif "/" in name or Path(name).suffix:
             found.append(load_suite(Path(name), split))
         else:
@@ -56,7 +62,7 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
 
 
 def _choices() -> str:
-    return f"all, {', '.join(GENERATED)}, or give a file"
+    return f"all, {', '.join(GENERATED)}, {DOCS}, or give a file"
 
 
 __all__ = [
