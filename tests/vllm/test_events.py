@@ -160,7 +160,9 @@ def test_a_preempted_request_tells_of_its_exact_blocks_alone(host: Host, router:
     assert router.texts == blocks_of(OPENING, DOCUMENT, GRAFTED[: NUM_EXACT * BLOCK])
 
 
-@pytest.mark.parametrize("num_requests", [100, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "num_requests", [pytest.param(100, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)]
+)
 def test_of_a_whole_run_exact_blocks_alone_are_told(
     host: Host, router: Router, monkeypatch: pytest.MonkeyPatch, num_requests: int
 ):
