@@ -66,7 +66,7 @@ def _is(call: tuple[str, dict[str, Any]], wanted: Mapping[str, Mapping[str, Any]
 
 
 def _fits(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
-    """Whether all that is given is allowed, and all that may not be left out is given. Inside of values, what is allowed
+    """Whether all that is given is allowed, and all that may not be left out is given. A single value that is allowed
     may stand without a list."""
     choices = {name: values if isinstance(values, list) else [values] for name, values in allowed.items()}
     return given.keys() <= choices.keys() and all(
