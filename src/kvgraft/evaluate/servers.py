@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
@@ -44,17 +45,23 @@ def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> It
     Raises:
         RuntimeError: it ended or was not up in time; the message holds the end of its log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = ("--host", "127.0.0.1", "--port", str(port))
-    command = [sys.executable, "-m", "kvgraft", "serve", *arguments, *address]
-    with tempfile.TemporaryDirectory() as folder:
+    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "kvgraft", "serve", *arguments, "--host", HOST, "--port", str(port)]
         log = Path(folder) / "server.log"
         with _running(command, ENVIRONMENT | dict(environment or {}), log) as process:
-            server = Server(f"http://127.0.0.1:{port}", process, log)
+            server = Server(f"http://{HOST}:{port}", process, log)
             _wait_until_healthy(server)
             yield server
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that nobody else is given while a server takes its time to start on it: it shares it
+    (SO_REUSEADDR, while this one does not listen), as vLLM's servers do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((HOST, 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager

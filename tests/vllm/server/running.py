@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from typing import Any
 import httpx
 import warm
 from openai import OpenAI
+
+from kvgraft.evaluate.servers import reserved_port
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 900.0  # some twenty, unless the machine is busy
@@ -46,13 +47,6 @@ class RunningServer:
         return answer.json()
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def running(
     arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, anew: bool = False
@@ -63,9 +57,15 @@ def running(
         environment: all of it.
         anew: as users start it; otherwise where vLLM has been imported already.
     """
-    port = free_port()
-    arguments = [*arguments, "--port", str(port)]
     environment = {**environment, **SETTINGS}
+    with reserved_port() as port, _running([*arguments, "--port", str(port)], log, environment, anew) as process:
+        server = RunningServer(f"http://127.0.0.1:{port}", log)
+        _wait(server, process)
+        yield server
+
+
+@contextmanager
+def _running(arguments: Sequence[str], log: Path, environment: Mapping[str, str], anew: bool) -> Iterator[Process]:
     with log.open("wb") as output:
         if anew:
             command = [sys.executable, *arguments]
@@ -74,10 +74,8 @@ def running(
             )
         else:
             process = warm.start(arguments, environment | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, output, output)
-    server = RunningServer(f"http://127.0.0.1:{port}", log)
     try:
-        _wait(server, process)
-        yield server
+        yield process
     finally:
         process.terminate()
         try:
