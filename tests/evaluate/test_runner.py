@@ -16,9 +16,10 @@ import pytest
 from kvgraft import Engine
 from kvgraft.evaluate import plots, results, runner
 from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
+from kvgraft.evaluate.prompts import Chat, as_text
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.scoring import ORDER_NOISE
-from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
+from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite, find_suites, load_suite
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
@@ -41,6 +42,7 @@ class Dying:
 
     def __init__(self, host: NativeHost, lives: int) -> None:
         self.host, self.lives = host, lives
+        self.chat: Chat | None = host.chat
 
     def describe(self) -> dict[str, Any]:
         return self.host.describe()
@@ -72,6 +74,8 @@ def test_every_prompt_has_a_row_for_each_policy(rows: list[EvalRow]):
 def test_patterns_of_reuse_are_drawn_evenly_over_suites_and_lengths(tmp_path: Path):
     class Noting:
         """A host that notes the pattern of each item and answers nothing."""
+
+        chat = None
 
         def __init__(self) -> None:
             self.patterns: Counter[str] = Counter()
@@ -174,6 +178,79 @@ def made_up(policy: str, number: int, score: float, **answer: Any) -> EvalRow:
         f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0, policy, ("42",), score,
         score, score, Answer("42", **{"ttft_s": 0.1} | told | answer),
     )  # fmt: skip
+
+
+HOTPOT = {
+    "question": "code of grey ?",
+    "answer": "42",
+    "context": [
+        [f"doc {number} :", [f"the code of {word} is {number} . " * 9]] for number, word in enumerate(("grey", "red"))
+    ],
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> TaskSuite:
+    (tmp_path / "dev.json").write_text(json.dumps([HOTPOT]))
+    return load_suite(tmp_path / "dev.json")
+
+
+def test_real_text_is_asked_in_the_chat_template_of_the_model(host: NativeHost, file: TaskSuite, tmp_path: Path):
+    settings = EvalSettings((file, *SETTINGS.suites), ("full", "naive"), (300,), 4, ("alone",), items=1, seed=5)
+    tokens = {}
+    for chat in (None, True, False):
+        out = tmp_path / str(chat)
+        rows = runner.run(replace(settings, chat=chat), host, out)
+        assert json.loads((out / runner.CONFIG).read_text())["chat"] == (chat is not False)
+        assert json.loads((out / runner.CONFIG).read_text())["texts"] == {"dev": "HotpotQA: dev.json"}
+        tokens[chat] = {row.suite: row.answer.prompt for row in rows}
+        assert all(row.answer.grafted > 50 for row in rows if (row.suite, row.policy) == ("dev", "naive"))
+    assert tokens[None] == tokens[True]
+    assert tokens[True]["dev"] == tokens[False]["dev"] + 6  # <system> : <user> : <assistant> :
+    assert tokens[True]["instruction"] == tokens[False]["instruction"], "what is generated has its own words for that"
+    with pytest.raises(ValueError, match=r"other settings \(chat was False, is True\)"):
+        runner.run(settings, host, tmp_path / "False")
+
+
+def test_a_chat_template_that_is_wanted_must_be_there(host: NativeHost, file: TaskSuite, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"real text \(docs, files\), and these are generated: instruction"):
+        replace(SETTINGS, chat=False)
+    silent = Dying(host, 0)
+    silent.chat = None
+    with pytest.raises(ValueError, match="the model has no chat template to write prompts in"):
+        runner.run(replace(SETTINGS, suites=(file,), chat=True), silent, tmp_path / "out")
+
+
+def test_over_http_chat_templates_are_those_of_the_tokenizer_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, file: TaskSuite
+):
+    sent = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "a model"}]})
+        sent.append(json.loads(request.content)["prompt"])
+        report = {f"{kind}_tokens": 1 for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")}
+        last = {
+            "choices": [{"text": "42"}],
+            "kv_transfer_params": {"kvgraft": {**report, "computed_share": 1, "reason": None}},
+        }
+        return httpx.Response(200, text=f"data: {json.dumps(last)}\n\n")
+
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond)))
+    [item] = file.items(1, 1, Shape(400, 2, ("instruction",)))
+    known = HttpHost("http://localhost", MODEL_DIR)
+    assert len(list(known.answers(replace(item, chat=True), ("full", "naive")))) == 2
+    *_, question = item.phase_2[0].segments
+    assert [text.startswith("<system> :") and text.endswith("<assistant> :") for text in sent] == [True] * 3
+    assert sent[-1] == as_text(item.phase_2[0].segments, known.chat)
+    assert question in sent[-1]
+    assert len(list(HttpHost("http://localhost").answers(item, ("full",)))) == 1
+    assert sent[-1] == as_text(item.phase_2[0].segments)
+    with pytest.raises(
+        ValueError, match="serves a model, whose chat template is not on this machine: give the directory"
+    ):
+        list(HttpHost("http://localhost").answers(replace(item, chat=True), ("full",)))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvgraft.cli.options import (
     progress_console,
 )
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.tasks import PATTERNS, find_suites
+from kvgraft.evaluate.tasks import PATTERNS, SPLITS, find_suites
 from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.methods import require_share
 from kvgraft.testbed import MODEL_DIR
@@ -35,7 +35,7 @@ BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 
 @app.command("eval")
 def evaluate(
-    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ... or files (.json, .jsonl).")],
+    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ..., docs or files (.json, .jsonl).")],
     policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
         "full,naive,epic,cacheblend,prophet,sparsex,transitive"
     ),
@@ -49,6 +49,13 @@ def evaluate(
     patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
     items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
     seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
+    split: Annotated[str, typer.Option(help=f"Of real text (docs, files): {', '.join(SPLITS)}.")] = "all",
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            help="Write prompts of real text in the chat template of the model.", show_default="if it has one"
+        ),
+    ] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
@@ -62,7 +69,7 @@ def evaluate(
     from kvgraft.evaluate.hosts import open_host
 
     settings = runner.EvalSettings(
-        find_suites(suite),
+        find_suites(suite, split),
         tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
         tuple(_parse_lengths(lengths)),
         segments,
@@ -70,6 +77,7 @@ def evaluate(
         items,
         seed,
         order_noise,
+        chat,
     )
     model = find(model) if host in ("native", "vllm") else model
     engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}

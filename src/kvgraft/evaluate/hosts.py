@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
@@ -13,11 +14,13 @@ import httpx
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.text import load_tokenizer
 from kvgraft.evaluate.metrics import along_told
-from kvgraft.evaluate.prompts import as_parts, as_text
+from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_distances, send
 from kvgraft.evaluate.streaming import stream
-from kvgraft.evaluate.tasks import Item
+from kvgraft.evaluate.tasks import Ask, Item
+from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
 MOST_LIKELY = 20  # tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
@@ -57,11 +60,19 @@ class Answer:
     kl_tokens: int = 0
 
 
-Orders = Sequence[Sequence[Sequence[str]]]  # for each prompt of an item, its segments in other orders
+Orders = Sequence[Sequence[Ask]]  # each prompt of an item with its segments in other orders
 
 
 class Host(Protocol):
     """Answers the prompts of one item under several policies, of which none may profit from another's work."""
+
+    @property
+    def chat(self) -> Chat | None:
+        """The chat template of the model, in which items that want it are asked.
+
+        Raises:
+            ValueError: nobody knows it, or it cannot be used; the message says why.
+        """
 
     def describe(self) -> dict[str, Any]:
         """What a reader has to know of model and machine to repeat this."""
@@ -83,6 +94,10 @@ class NativeHost:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
+    @cached_property
+    def chat(self) -> Chat | None:
+        return find_chat(self.engine.tokenizer)
+
     def describe(self) -> dict[str, Any]:
         config, decoder = self.engine.config, self.engine.decoder
         return {
@@ -94,19 +109,21 @@ class NativeHost:
 
     def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
+        chat = self.chat if item.chat else None
         for segments in item.phase_1:
-            send(self.engine, Request(as_parts(segments), "full", SamplingParams(max_tokens=1, ignore_eos=True)))
+            reading = as_parts(segments, chat=chat)
+            send(self.engine, Request(reading, "full", SamplingParams(max_tokens=1, ignore_eos=True)))
         reused = {segment for segments in item.phase_1 for segment in segments}
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
-            asked = {name: _request(name, ask.segments, reused, ask.max_tokens) for name in turns}
+            asked = {name: _request(name, ask, reused, chat) for name in turns}
             results = {name: send(self.engine, asked[name]) for name in asked}
             truth = results["full"]
             for name, result in results.items():
                 yield number, name, self._answer(asked[name], result, truth)
             if orders:
-                others = [_request("full", order, reused, ask.max_tokens) for order in orders[number]]
+                others = [_request("full", other, reused, chat) for other in orders[number]]
                 noise = [self._answer(other, send(self.engine, other), truth) for other in others]
                 yield number, ORDER_NOISE, _mean(noise or [self._answer(asked["full"], truth, truth)])
 
@@ -120,9 +137,9 @@ class NativeHost:
         )  # fmt: skip
 
 
-def _request(policy: str, segments: Sequence[str], reused: Collection[str], max_tokens: int) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(as_parts(segments, reused), policy, sampling, remember=False, return_logits=True)
+def _request(policy: str, ask: Ask, reused: Collection[str], chat: Chat | None) -> Request:
+    parts, sampling = as_parts(ask.segments, reused, chat, ask.begun), SamplingParams(max_tokens=ask.max_tokens)
+    return Request(parts, policy, sampling, remember=False, return_logits=True)
 
 
 Told = Scored[Sequence[Mapping[int, float]]]
@@ -133,10 +150,14 @@ class HttpHost:
 
     Each prompt is answered under each policy in a new namespace, in which phase 1 has been read (not for `full`, which
     no exact hit is to make faster): so nothing of what other prompts have computed is reused.
+
+    Args:
+        model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is what the server
+            calls the model.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, model_dir: Path | None = None) -> None:
+        self.url, self._model_dir = url.rstrip("/"), model_dir
         self.client = httpx.Client(timeout=TIMEOUT_S)
         self._is_warm = False
         try:
@@ -144,6 +165,16 @@ class HttpHost:
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise ValueError(f"no OpenAI-compatible server answers at {self.url}: {error}") from error
         self.model = model["id"]
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        where = self._model_dir or Path(self.model)
+        if not where.is_dir():
+            raise ValueError(
+                f"{self.url} serves {self.model}, whose chat template is not on this machine: give the directory of "
+                "its tokenizer as --model, or --no-chat"
+            )
+        return find_chat(load_tokenizer(where))
 
     def describe(self) -> dict[str, Any]:
         return {"host": "http", "model": self.model}
@@ -153,42 +184,39 @@ class HttpHost:
             raise ValueError(f"policies must begin with full, got {', '.join(policies)}")
         for number, ask in enumerate(item.phase_2):
             if not self._is_warm:  # what vLLM compiles for its first log-probabilities is no time to a first token
-                self._ask(item, "full", ask.segments, 1)
+                self._ask(item, "full", replace(ask, max_tokens=1))
                 self._is_warm = True
-            full, truth = self._ask(item, "full", ask.segments, ask.max_tokens)
-            full = self._compared(full, truth, truth, item, "full", ask.segments)
+            full, truth = self._ask(item, "full", ask)
+            full = self._compared(full, truth, truth, item, "full", ask)
             yield number, "full", full
             for policy in policies[1:]:
-                answer, told = self._ask(item, policy, ask.segments, ask.max_tokens)
-                yield number, policy, self._compared(answer, told, truth, item, policy, ask.segments)
+                answer, told = self._ask(item, policy, ask)
+                yield number, policy, self._compared(answer, told, truth, item, policy, ask)
             if orders:
                 noise = [
-                    self._compared(*self._ask(item, "full", order, ask.max_tokens), truth, item, "full", order)
-                    for order in orders[number]
+                    self._compared(*self._ask(item, "full", other), truth, item, "full", other)
+                    for other in orders[number]
                 ]
                 yield number, ORDER_NOISE, _mean(noise or [full])
 
-    def _compared(
-        self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, segments: Sequence[str]
-    ) -> Answer:
+    def _compared(self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, ask: Ask) -> Answer:
         def give(tokens: tuple[int, ...]) -> Told:
-            return self._ask(item, policy, segments, len(tokens), tokens)[1]
+            return self._ask(item, policy, ask, tokens)[1]
 
         return replace(answer, distances=distances(told, truth, give, along_told))
 
-    def _ask(
-        self, item: Item, policy: str, segments: Sequence[str], max_tokens: int, answer: Sequence[int] = ()
-    ) -> tuple[Answer, Told]:
-        namespace = uuid.uuid4().hex
+    def _ask(self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()) -> tuple[Answer, Told]:
+        namespace, chat = uuid.uuid4().hex, self.chat if item.chat else None
         for read in item.phase_1 if policy != "full" else ():
-            self._send(read, {"reuse": "exact", "namespace": namespace}, 1)
+            self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
         options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
         given = {"answer": list(answer)} if answer else {}
-        return self._send(segments, options | given | {"namespace": namespace}, max_tokens)
+        prompt = as_text(ask.segments, chat, ask.begun)
+        return self._send(prompt, options | given | {"namespace": namespace}, len(answer) or ask.max_tokens)
 
-    def _send(self, segments: Sequence[str], options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
+    def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
         body = {
-            "model": self.model, "prompt": as_text(segments), "max_tokens": max_tokens, "temperature": 0,
+            "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
             "ignore_eos": "answer" in options, "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
         found = stream(self.client, self.url, body, MOST_LIKELY)
@@ -218,6 +246,7 @@ def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> I
     """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
 
     Args:
+        model: of a server that is running, where its tokenizer lies; the bundled one says nothing of it.
         engine: of the native engine only.
 
     Raises:
@@ -232,6 +261,6 @@ def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> I
         with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:  # whatever takes how long here
             yield HttpHost(server.url)
     elif where.startswith(("http://", "https://")):
-        yield HttpHost(where)
+        yield HttpHost(where, None if model == MODEL_DIR else model)
     else:
         raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")

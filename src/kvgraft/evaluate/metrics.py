@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.evaluate.calls import match_calls
 from kvgraft.evaluate.statistics import kl_divergence
 
 ROUNDING = 1e-7  # of float32 log-probabilities: less than that is not known of the tokens that nobody names
@@ -42,6 +43,7 @@ def f1(answer: str, expected: Sequence[str]) -> float:
 
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "contains_all": contains_all, "contains_any": contains_any, "f1": f1, "exact_match": exact_match,
+    "calls": match_calls,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Evaluations: every item of some suites under every policy, one line of JSON for each answer, resumable."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ class EvalSettings:
 
     Attributes:
         order_noise: also ask full about every prompt with its reused segments in other orders.
+        chat: write prompts of real text in the chat template of the model; None does so if it has one.
 
     Raises:
-        ValueError: policies that do not begin with `full`, are unknown or appear twice, or no lengths.
+        ValueError: policies that do not begin with `full`, are unknown or appear twice, no lengths, or a choice of
+            chat templates where no suite is of real text.
     """
 
     suites: tuple[TaskSuite, ...]
@@ -37,6 +39,7 @@ class EvalSettings:
     items: int = 12
     seed: int = 1000
     order_noise: bool = False
+    chat: bool | None = None
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -47,6 +50,16 @@ class EvalSettings:
             raise ValueError(f"policies must differ, got {', '.join(self.policies)}")
         if not self.lengths:
             raise ValueError("lengths must name at least one number of tokens")
+        if self.chat is not None and not self.real_texts:
+            names = ", ".join(suite.name for suite in self.suites)
+            raise ValueError(
+                f"chat templates are for suites of real text (docs, files), and these are generated: {names}"
+            )
+
+    @property
+    def real_texts(self) -> tuple[TaskSuite, ...]:
+        """The suites of real text."""
+        return tuple(suite for suite in self.suites if suite.real_text)
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -92,9 +105,10 @@ def run(settings: EvalSettings, host: Host, directory: Path, on_progress: OnProg
         ValueError: the directory holds an evaluation with other settings; the message says which differ.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    check_config(directory / CONFIG, {**settings.describe(), **host.describe()})
+    real = _real_texts(settings, host)
+    check_config(directory / CONFIG, {**settings.describe(), **real, **host.describe()})
     rows = {(row.cluster, row.number, row.policy): row for row in read_rows(directory)}
-    work = list(_items(settings))
+    work = list(_items(settings, chat=bool(real.get("chat"))))
     total = sum(len(item.phase_2) for *_, item in work) * len(settings.asked)
     with (directory / ROWS).open("ab") as file:
         for cluster, suite, length, item in work:
@@ -116,7 +130,18 @@ def read_rows(directory: Path) -> list[EvalRow]:
     return read_lines(directory / ROWS, EvalRow)
 
 
-def _items(settings: EvalSettings) -> Iterator[tuple[str, str, int, Item]]:
+def _real_texts(settings: EvalSettings, host: Host) -> dict[str, Any]:
+    """What the configuration file says of suites of real text, if there are any: which texts, and whether in the chat
+    template of the model."""
+    if not settings.real_texts:
+        return {}
+    chat = settings.chat is not False and host.chat is not None
+    if settings.chat and not chat:
+        raise ValueError("the model has no chat template to write prompts in")
+    return {"texts": {suite.name: suite.description for suite in settings.real_texts}, "chat": chat}
+
+
+def _items(settings: EvalSettings, *, chat: bool) -> Iterator[tuple[str, str, int, Item]]:
     """Every item with its cluster, suite and length. Patterns of reuse take turns over all of them, so that few items
     are drawn as evenly as many."""
     patterns, turn = settings.patterns, 0
@@ -126,10 +151,11 @@ def _items(settings: EvalSettings) -> Iterator[tuple[str, str, int, Item]]:
             items = suite.items(settings.seed, settings.items, Shape(length, settings.num_segments, turns))  # type: ignore[arg-type]
             turn = (turn + len(items)) % len(patterns)
             for number, item in enumerate(items):
-                yield f"{suite.name}/{length}/{number}", suite.name, length, item
+                written = replace(item, chat=True) if chat and suite.real_text else item
+                yield f"{suite.name}/{length}/{number}", suite.name, length, written
 
 
-def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[tuple[str, ...]]]:
+def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[Ask]]:
     """Other orders of what each prompt of an item has of known text; instruction and question stay."""
     if not settings.order_noise:
         return []
@@ -137,14 +163,15 @@ def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[tuple
     found = []
     for number, ask in enumerate(item.phase_2):
         movable = [place for place, segment in enumerate(ask.segments[:-1]) if segment in known]
-        found.append(other_orders(ask.segments, movable, f"{settings.seed} {cluster} {number}"))
+        orders = other_orders(ask.segments, movable, f"{settings.seed} {cluster} {number}")
+        found.append([replace(ask, segments=order) for order in orders])
     return found
 
 
 def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> EvalRow:
     cluster, number, policy = key
     ask: Ask = item.phase_2[number]
-    scores = {name: score(answer.text, ask.answers) for name, score in SCORES.items()}
+    scores = {name: SCORES[name](answer.text, ask.answers) for name in {ask.metric, "exact_match", "f1"}}
     return EvalRow(
         cluster=cluster,
         number=number,

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from random import Random
 from typing import Literal, get_args
 
-Metric = Literal["contains_all", "contains_any", "f1"]
+Metric = Literal["contains_all", "contains_any", "f1", "calls"]
 Pattern = Literal["alone", "reordered", "instruction", "interleaved", "between", "tail"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)  # docs/evaluation.md says what each has read
 QUESTIONS = 4  # asked about one text
@@ -23,8 +23,10 @@ class Ask:
     Attributes:
         task: what kind of question it is.
         segments: texts of the prompt in order; the last one is the question.
-        answers: all of them must be in the answer (`contains_all`), or one (`contains_any`, `f1`).
+        answers: all of them must be in the answer (`contains_all`), or one (`contains_any`, `f1`); for `calls`, see
+            `calls.match_calls`.
         crosses: whether the facts it takes lie in more than one segment.
+        begun: how the answer begins, written already; the model goes on from there.
     """
 
     task: str
@@ -33,15 +35,21 @@ class Ask:
     max_tokens: int
     metric: Metric = "contains_all"
     crosses: bool = False
+    begun: str = ""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Prompts that are read first, each a tuple of segments, and those that are then asked."""
+    """Prompts that are read first, each a tuple of segments, and those that are then asked.
+
+    Attributes:
+        chat: all of them are written in the chat template of the model.
+    """
 
     pattern: str
     phase_1: tuple[tuple[str, ...], ...]
     phase_2: tuple[Ask, ...]
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Suite:
     Attributes:
         make: `make(rng, shape, task, pattern)` writes one item for one of the tasks.
         single: tasks whose texts have but one question; there are `QUESTIONS` times as many of them.
+        real_text: not in the language of the testbed model: for any model, in its chat template.
     """
 
     name: str
@@ -88,6 +97,7 @@ class Suite:
     tasks: tuple[str, ...]
     make: Callable[[Random, Shape, str, Pattern], Item]
     single: tuple[str, ...] = ()
+    real_text: bool = False
 
     def items(self, seed: int, count: int, shape: Shape) -> tuple[Item, ...]:
         """`count` texts of each task (see `single`); equal arguments give equal items.

@@ -1,0 +1,46 @@
+"""Conversations: LoCoMo, whose sessions are asked about, and MT-RAG, whose last turn is answered from passages."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvgraft.evaluate.tasks.files.records import Record, ask, texts
+
+ANSWERABLE = {"ANSWERABLE", "PARTIAL"}
+SPEAKERS = {"user": "User", "agent": "Assistant"}
+GROUNDED = "Continue the conversation: answer the user's last message from the passages, in a few sentences."
+
+
+def locomo(record: Mapping[str, Any], stem: str) -> Record:
+    """Every session of the conversation is a segment; questions without an answer (adversarial) are left out."""
+    talk = record["conversation"]
+    sessions = sorted((key for key in talk if re.fullmatch(r"session_\d+", key)), key=lambda key: int(key[8:]))
+    segments = tuple(
+        "\n".join([talk.get(f"{key}_date_time", ""), *(f"{turn['speaker']}: {_said(turn)}" for turn in talk[key])])
+        for key in sessions
+    )
+    answered = [qa for qa in record["qa"] if qa.get("answer") is not None]
+    questions = tuple((ask(qa["question"]), texts([qa["answer"]])) for qa in answered)
+    return Record(segments, questions, "f1", stem)
+
+
+def mtrag(record: Mapping[str, Any], stem: str) -> Record:
+    """Passages, then the turns so far, each with its answer, are segments; the user's last message asks. Tasks without
+    passages, or that those do not answer, are left out."""
+    *turns, last = record["input"]
+    passages = tuple(context["text"].strip() for context in record["contexts"])
+    earlier = tuple("\n".join(map(_turn, turns[start : start + 2])) for start in range(0, len(turns), 2))
+    answers = texts(target["text"] for target in record["targets"])
+    answered = passages and not ANSWERABLE.isdisjoint(record.get("answerability", ANSWERABLE))
+    questions = ((f"{_turn(last)}\nAssistant:", answers),) if answered else ()
+    group = record.get("conversation_id", "")
+    return Record((*passages, *earlier), questions, "f1", stem, GROUNDED, 128, group=group)
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    """The text of a turn, and what the picture shows that came with it."""
+    return f"{turn['text']} [picture: {turn['blip_caption']}]" if "blip_caption" in turn else str(turn["text"])
+
+
+def _turn(turn: Mapping[str, Any]) -> str:
+    return f"{SPEAKERS[turn['speaker']]}: {turn['text'].strip()}"

@@ -1,0 +1,66 @@
+"""What a loader makes of one record of a file."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvgraft.evaluate.tasks.items import Metric
+from kvgraft.evaluate.tasks.texts import INSTRUCTION
+
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Record:
+    """One context, cut into segments, and questions about it (as the model sees them) with their answers.
+
+    Attributes:
+        begun: how each answer begins, see `Ask`.
+        group: records that share it are of one split; empty: those of equal segments.
+    """
+
+    segments: tuple[str, ...]
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
+    metric: Metric
+    task: str
+    instruction: str = INSTRUCTION
+    max_tokens: int = MAX_TOKENS
+    begun: str = ""
+    group: str = ""
+
+
+def as_it_is(path: Path, records: list[Any]) -> list[Any]:
+    """The records of a file that needs no other."""
+    return records
+
+
+class Format(NamedTuple):
+    """A public format, told by the fields of a record.
+
+    Attributes:
+        parse: `parse(record, stem of the file)`.
+        complete: `complete(path, records)` adds what other files beside this one say.
+    """
+
+    fields: frozenset[str]
+    name: str
+    parse: Callable[[Mapping[str, Any], str], Record]
+    complete: Callable[[Path, list[Any]], list[Any]] = as_it_is
+
+
+def ask(question: str) -> str:
+    """A question as the model sees it."""
+    return f"Question: {question}\nAnswer:"
+
+
+def texts(values: Iterable[object]) -> tuple[str, ...]:
+    """Answers, of which some formats have numbers."""
+    return tuple(str(value) for value in values)
+
+
+def paragraphs(text: str) -> tuple[str, ...]:
+    """Lines, or sentences where there is but one line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return tuple(lines if len(lines) > 1 else re.split(r"(?<=[.!?])\s+", text.strip()))
