@@ -546,3 +546,19 @@ def test_blocks_of_a_lesser_depth_come_first_however_short_their_runs_are():
     assert [(match.start, match.length, match.depth) for match in matches] == [(4, 8, 0), (12, 8, 1)]
     matches = pool.index.match(tokens, SCOPE, max_depth=2)
     assert [(m.start, m.length, m.depth) for m in matches] == [(0, 4, 2), (4, 8, 0), (12, 8, 1), (20, 4, 2)]
+
+
+def test_text_that_has_been_reclaimed_is_lost_once_however_many_blocks_held_it():
+    pool, text = Pool(), rng_tokens(24)
+    first, _ = pool.add(text, 0)  # blocks at offsets 0, 4, ...
+    second, _ = pool.add(text[1:], 1)  # at 1, 5, ...: known in another alignment
+    third, _ = pool.add(text[2:14], 2)
+    pool.recycle(first)
+    pool.recycle(second)
+    assert pool.index.match(text, SCOPE)[0].start == 2
+    assert pool.index.num_lost == (24 - 12) // 4, "what the third one still holds is not lost"
+    pool.recycle(third)
+    assert pool.index.match(text, SCOPE) == []
+    assert pool.index.num_lost == 3 + 12 // 4
+    assert pool.index.match(text, SCOPE) == []
+    assert pool.index.num_lost == 6, "what nobody knows any more cannot be lost again"

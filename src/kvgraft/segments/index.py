@@ -250,15 +250,21 @@ class VirtualBlockIndex:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
         offsets = np.flatnonzero(sliding_window_view(free, self.block_size).all(axis=1))
-        lost_before = entries.num_lost
-        rows, ids = entries.find(keys[offsets])
-        self.num_lost += entries.num_lost - lost_before
+        rows, ids, dropped = entries.find_and_drop(keys[offsets])
+        if len(dropped):
+            lost = self._covered(offsets[dropped], free) & ~self._covered(offsets[rows], free)
+            self.num_lost += int(lost.sum()) // self.block_size
         starts = offsets[rows]
         equal = (entries.depth[ids] <= prompt.max_depth) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         starts, ids = starts[equal], ids[equal]
         offsets, rows = np.unique(starts, return_inverse=True)
         authentic = (block_digests(windows[offsets], scope)[rows] == entries.digest[ids]).all(axis=1)
         return starts[authentic], ids[authentic]
+
+    def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """bool [T]: which of so many tokens lie in windows that start there."""
+        begun, ended = (np.bincount(at, minlength=len(tokens) + 1) for at in (starts, starts + self.block_size))
+        return (begun - ended).cumsum()[: len(tokens)] > 0
 
     def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int) -> list[_Run]:
         """Form runs of the candidates, of at most this depth, and claim their positions, longest first. `ranks` are

@@ -104,7 +104,6 @@ class Table(ABC):
         self._held = np.zeros(0, bool)
         self._by_key = HashTable()
         self._vacant = np.empty(0, np.int32)  # ids to give out
-        self.num_lost = 0  # keys asked for of which no live row was left
 
     def __len__(self) -> int:
         return len(self._by_key) // self._keys_per_row
@@ -123,14 +122,17 @@ class Table(ABC):
         """Whether what the rows are about is still there, bool [n]."""
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets, and counts what
-        is lost by that."""
+        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets."""
+        rows, ids, _ = self.find_and_drop(keys)
+        return rows, ids
+
+    def find_and_drop(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `find`, and the rows of what is dropped."""
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
-        self.num_lost += len(np.setdiff1d(rows[~live], rows[live]))
         self._remove(np.unique(ids[~live]))
-        return rows[live], ids[live]
+        return rows[live], ids[live], rows[~live]
 
     def held(self) -> np.ndarray:
         """All ids, live and stale, ascending, int32 [n]."""
