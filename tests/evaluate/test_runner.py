@@ -231,8 +231,9 @@ def test_over_http_chat_templates_are_those_of_the_tokenizer_on_this_machine(
             return httpx.Response(200, json={"data": [{"id": "a model"}]})
         sent.append(json.loads(request.content)["prompt"])
         report = {f"{kind}_tokens": 1 for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")}
+        told = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.1}]}
         last = {
-            "choices": [{"text": "42"}],
+            "choices": [{"text": "42", "logprobs": told}],
             "kv_transfer_params": {"kvgraft": {**report, "computed_share": 1, "reason": None}},
         }
         return httpx.Response(200, text=f"data: {json.dumps(last)}\n\n")
@@ -242,7 +243,7 @@ def test_over_http_chat_templates_are_those_of_the_tokenizer_on_this_machine(
     known = HttpHost("http://localhost", MODEL_DIR)
     assert len(list(known.answers(replace(item, chat=True), ("full", "naive")))) == 2
     *_, question = item.phase_2[0].segments
-    assert [text.startswith("<system> :") and text.endswith("<assistant> :") for text in sent] == [True] * 3
+    assert [text.startswith("<system> :") and text.endswith("<assistant> :") for text in sent] == [True] * 4
     assert sent[-1] == as_text(item.phase_2[0].segments, known.chat)
     assert question in sent[-1]
     assert len(list(HttpHost("http://localhost").answers(item, ("full",)))) == 1

@@ -33,6 +33,10 @@ HeadMapOption = Annotated[
 HeadPagingOption = Annotated[
     bool, typer.Option("--head-paging", help="Keep only sinks and windows of the heads that the map calls local.")
 ]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(help="Write prompts of real text in the chat template of the model.", show_default="if it has one"),
+]
 OrderNoiseOption = Annotated[
     bool, typer.Option("--order-noise", help="Also ask full with the reused segments in other orders: the unit.")
 ]

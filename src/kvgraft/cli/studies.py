@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvgraft.cli.options import (
+    ChatOption,
     DeviceOption,
     DtypeOption,
     HeadMapOption,
@@ -50,12 +51,7 @@ def evaluate(
     items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
     seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
     split: Annotated[str, typer.Option(help=f"Of real text (docs, files): {', '.join(SPLITS)}.")] = "all",
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            help="Write prompts of real text in the chat template of the model.", show_default="if it has one"
-        ),
-    ] = None,
+    chat: ChatOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
