@@ -80,7 +80,7 @@ def test_scores_are_those_of_one_pass_over_prompt_and_answer(
     assert distance(naive, expected) > 0.01
 
 
-@pytest.mark.parametrize("policy", ["naive", "epic", "sparsex", "cacheblend", "transitive"])
+@pytest.mark.parametrize("policy", ["naive", "epic", "sparsex", "cacheblend", "transitive", "spread"])
 def test_the_policy_chooses_by_the_prompt_alone(engine: Engine, policy: str):
     read(engine)
     alone, given = (Recorded(parse_policy(policy)) for _ in range(2))

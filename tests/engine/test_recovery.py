@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, RedKnot, Similar, SparseX, Transitive
+from kvgraft.prefill.policies import (
+    CacheBlend,
+    Epic,
+    Full,
+    Naive,
+    Prophet,
+    RedKnot,
+    Similar,
+    SparseX,
+    Spread,
+    Transitive,
+)
 from models import FAMILIES, VOCAB_SIZE, make_head_map
 from properties import examples
 
@@ -25,6 +36,8 @@ EVERYTHING = [
     *(CacheBlend(check_layer=layer, recompute_share=1.0) for layer in (0, 1, 99)),
     Prophet(recompute_share=1.0),
     *(Transitive(probe_layers=probe, recompute_share=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
+    *(Spread(score_layers=layers, recompute_share=1.0, hops=hops) for layers, hops in ((0, 0), (2, 2), (99, 0))),
+    Spread(start_tokens=10_000, recompute_share=0.0, spread_share=1.0),
     *(RedKnot(dense_layers=layers, mass_share=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
     Similar(reused_layers=0),
     Similar(reused_layers=1, halo_tokens=10_000),
@@ -39,6 +52,7 @@ APPROXIMATE = [
     SparseX(boundary_layers=1),
     SparseX(boundary_layers=1, rows="question", reduction="max", unit="block"),
     Transitive(),
+    Spread(),
     RedKnot(recent_tokens=8, min_ffn_tokens=4),
     RedKnot(dense_layers=0, mass_share=0.2, recent_tokens=0, min_ffn_tokens=0, edge_mass_share=0.01, reuse="off"),
     SparseX(boundary_layers=1, shallow="fresh"),

@@ -7,7 +7,7 @@ import torch
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
 from kvgraft.evaluate.recording import Recorded
-from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Transitive
+from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Spread, Transitive
 from kvgraft.segments.prompt import Segment
 from kvgraft.testbed import MODEL_DIR
 from research import redknot
@@ -33,7 +33,7 @@ def _read(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Full(), Naive(), SparseX(boundary_layers=2), Transitive()], ids=lambda policy: policy.name
+    "policy", [Full(), Naive(), SparseX(boundary_layers=2), Transitive(), Spread()], ids=lambda policy: policy.name
 )
 def test_recording_changes_nothing(engine: Engine, policy):
     recorded = Recorded(policy)

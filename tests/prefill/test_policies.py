@@ -9,11 +9,11 @@ from kvgraft.prefill.policies import (
     Full,
     Policy,
     SparseX,
-    Transitive,
     make_policy,
     parse_policy,
     with_options,
 )
+from kvgraft.prefill.selection import shares_by_round
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -52,7 +52,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         (
             "magic",
             "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, redknot, samkv, "
-            "similar, sparsex, transitive",
+            "similar, sparsex, spread, transitive",
         ),
         ("", "unknown policy ''"),
         (
@@ -69,6 +69,8 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("transitive:probe_layers=-1", "probe_layers must be an integer of at least 0, got -1"),
         ("transitive:hops=-1", "hops must be an integer of at least 0, got -1"),
         ("transitive:first_share=2", "first_share must be a share from 0 to 1, got 2"),
+        ("spread:start_tokens=-1", "start_tokens must be an integer of at least 0, got -1"),
+        ("spread:spread_share=1.5", "spread_share must be a share from 0 to 1, got 1.5"),
         ("redknot:mass_share=2", "mass_share must be a share from 0 to 1, got 2"),
         ("redknot:last_mass_share=x", "last_mass_share must be a share from 0 to 1, got 'x'"),
         ("redknot:recent_tokens=-1", "recent_tokens must be an integer of at least 0, got -1"),
@@ -147,14 +149,14 @@ def test_every_old_option_has_its_new_name_in_some_policy():
 
 
 @pytest.mark.parametrize(
-    ("options", "shares"),
+    ("given", "shares"),
     [
-        ({"recompute_share": 0.5, "first_share": 0.4, "hops": 2}, [0.2, 0.15 / 0.8, 0.15 / 0.65]),
-        ({"recompute_share": 1.0, "first_share": 0.4, "hops": 2}, [0.4, 0.5, 1.0]),
-        ({"recompute_share": 0.5, "hops": 0}, [0.5]),
-        ({"recompute_share": 0.0, "hops": 1}, [0.0, 0.0]),
-        ({"recompute_share": 1.0, "first_share": 1.0, "hops": 2}, [1.0, 0.0, 0.0]),
+        ((0.5, 0.4, 2), [0.2, 0.15 / 0.8, 0.15 / 0.65]),
+        ((1.0, 0.4, 2), [0.4, 0.5, 1.0]),
+        ((0.5, 0.4, 0), [0.5]),
+        ((0.0, 0.4, 1), [0.0, 0.0]),
+        ((1.0, 1.0, 2), [1.0, 0.0, 0.0]),
     ],
 )
-def test_hops_share_what_is_left(options: dict, shares: list[float]):
-    assert Transitive(**options)._shares() == pytest.approx(shares)
+def test_hops_share_what_is_left(given: tuple[float, float, int], shares: list[float]):
+    assert shares_by_round(*given) == pytest.approx(shares)

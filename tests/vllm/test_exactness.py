@@ -21,6 +21,8 @@ RECOMPUTED = [
     {"policy": "sparsex", "boundary_layers": 4},  # every layer is dense
     {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.0, "overflow_blocks": 99},
     {"policy": "scattered"},
+    {"policy": "amended"},
+    {"policy": "spread", "recompute_share": 1.0},
 ]
 DOCUMENT, OTHER = words(300, 1), words(200, 2)
 OPENING = words(100, 3)
@@ -44,9 +46,28 @@ class Scattered(Policy):
         return hidden
 
 
+@dataclass(frozen=True)
+class Amended(Policy):
+    """A policy of the test's own: computes everything, copies the grafted KV over it again, and adds the difference."""
+
+    name: ClassVar[str] = "amended"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        hidden, grafted = ctx.embed(ctx.plan.active), ctx.plan.grafted
+        positions = ctx.plan.positions[grafted]
+        for layer in range(ctx.num_layers):
+            hidden = ctx.layer(layer, hidden)
+            keys, values = ctx.keys(layer, grafted), ctx.values(layer, grafted)
+            ctx.graft(range(layer, layer + 1))
+            keys, values = keys - ctx.keys(layer, grafted), values - ctx.values(layer, grafted)
+            ctx.add(layer, grafted, ctx.turn(ctx.turn(keys, -positions), positions), values)
+        return hidden
+
+
 @pytest.fixture(autouse=True)
-def _scattered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, Scattered.name, Scattered)
+def _own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy in (Scattered, Amended):
+        monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
 def kv_while_decoding(host: Host, prompt: list[int], options: dict[str, Any], salt: str | None = None) -> Any:

@@ -60,7 +60,7 @@ class NativePrefill(PagedPrefill):
         sources: Tensor,
         head_map: HeadMap | None = None,
     ) -> None:
-        super().__init__(plan, slots, decoder.config.attention_scale)
+        super().__init__(plan, slots, decoder.config.attention_scale, decoder.config.rope)
         self.num_layers = decoder.config.num_layers
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
@@ -83,7 +83,7 @@ class NativePrefill(PagedPrefill):
             return
         with self._timed("align"):
             _, targets, shifts = self._graft_slots()
-            cos, sin = self._decoder.config.rope.table(shifts)
+            cos, sin = self._rope.table(shifts)
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
                 has = source >= 0
@@ -146,6 +146,10 @@ class NativePrefill(PagedPrefill):
 
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
         return self._cache.read(index, slots)[1]
+
+    def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        old_keys, old_values = self._cache.read(index, slots)
+        self._cache.write(index, slots, old_keys + keys, old_values + values)
 
     def _project(self, index: int, hidden: Hidden, reused: Heads = ()) -> tuple[Rows, Tensor]:
         if self._rows is None or not self._rows.where.equal(hidden.where):

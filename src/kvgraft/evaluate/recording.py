@@ -139,6 +139,12 @@ class Recording(PrefillContext):
     def values(self, index: int, where: Tensor) -> Tensor:
         return self._inner.values(index, where)
 
+    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
+        return self._inner.turn(keys, shifts)
+
+    def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
+        self._inner.add(index, where, keys, values)
+
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         scores = self._inner.scores(index, queries, reduction)
         self._record.scores[index] = scores

@@ -112,6 +112,16 @@ class PrefillContext(ABC):
     def values(self, index: int, where: Tensor) -> Tensor:
         """The cache as it stands, values of the tokens in `where`: [n, Hkv, d]."""
 
+    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
+        """Rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64 [n] further on
+        (delta-RoPE, SparseX 3.1). Not every host has it."""
+        raise NotImplementedError("this host turns no keys")
+
+    def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Change the cache: add rotated keys and values [n, Hkv, d] to those of the grafted tokens in `where` bool [T].
+        Not every host has it."""
+        raise NotImplementedError("this host lets policies change no KV")
+
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from the tokens in

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
+from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
@@ -20,6 +21,7 @@ class PagedPrefill(PrefillContext):
         slots: per prompt, int64 [..., >= its length] slots of its positions, on the cache's device; [page lists, T] if
             heads have lists of their own.
         scale: of the attention logits.
+        rope: by which its keys are rotated.
 
     Attributes:
         times: seconds spent in align, dense, select and sparse work.
@@ -27,7 +29,7 @@ class PagedPrefill(PrefillContext):
         rejected: bool [T], grafted tokens that the policy would not trust.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
+    def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float, rope: Rope) -> None:
         self.plan = plan
         self.block_size = plan.block_size
         self.counts = [Counter() for _ in plan.lengths]
@@ -37,11 +39,16 @@ class PagedPrefill(PrefillContext):
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
         self._scale = scale
+        self._rope = rope
         self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         """Keys in these slots [..., n]: [n, Hkv, d]."""
+
+    @abstractmethod
+    def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Add keys and values [n, Hkv, d] to those in these slots [..., n]."""
 
     @abstractmethod
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
@@ -55,6 +62,15 @@ class PagedPrefill(PrefillContext):
 
     def values(self, index: int, where: Tensor) -> Tensor:
         return self._values_at(index, self._slots_of(where))
+
+    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
+        return rotate(keys, *self._rope.table(shifts.to(keys.device)))
+
+    def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
+        if bool((where & ~self.plan.grafted).any()):
+            raise ValueError("only the KV of grafted tokens may be changed: any other is exact, or computed here")
+        with self._timed("sparse"):
+            self._add_at(index, self._slots_of(where), keys, values)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""

@@ -1,6 +1,7 @@
 """Selection rules: which grafted tokens are worth computing again, by the attention that they receive."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
@@ -41,6 +42,15 @@ class SelectsByAttention(Policy):
         """float32 [T]: the scores of all keys at a layer; tokens of one block share theirs if blocks are chosen."""
         scores = ctx.scores(layer, queries, self.reduction)
         return scores if self.unit == "token" else _by_block(scores, ctx.plan)
+
+
+def shares_by_round(recompute_share: float, first_share: float, hops: int) -> list[float]:
+    """Share that each of 1 + hops rounds chooses of what the rounds before it left, so that all of them together choose
+    recompute_share: the first one `first_share` of it, the others the rest, evenly."""
+    first = first_share if hops else 1.0
+    parts = [recompute_share * first, *[recompute_share * (1 - first) / max(1, hops)] * hops]
+    used = accumulate(parts, initial=0.0)
+    return [part / (1 - before) if part else 0.0 for part, before in zip(parts, used, strict=False)]
 
 
 def _by_block(scores: Tensor, plan: Plan) -> Tensor:

@@ -54,7 +54,7 @@ class VllmPrefill(PagedPrefill):
     ) -> None:
         offsets = np.arange(plan.block_size)
         slots = [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()) for table in tables]
-        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
+        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale, host.rope)
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
         self.residual_layers = host.residuals.residual_layers
@@ -75,7 +75,7 @@ class VllmPrefill(PagedPrefill):
         source, target, shifts = self._graft_slots()
         for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
             blocks, local = self._host.blocks_of(old)
-            cos, sin = self._host.rope.table(shift)
+            cos, sin = self._rope.table(shift)
             for index in layers:
                 self._spend(old.numel() // ALIGN_COST)
                 with self._timed("align"):
@@ -122,6 +122,11 @@ class VllmPrefill(PagedPrefill):
 
     def _values_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[1]
+
+    def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for part in torch.arange(slots.numel(), device=slots.device).split(ALIGN_TOKENS):
+            old_keys, old_values = self._host.read(index, slots[part])
+            self._host.write(index, old_keys + keys[part], old_values + values[part], slots[part])
 
     def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
         if self._where is None or not self._where.equal(where):

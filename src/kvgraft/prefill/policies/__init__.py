@@ -17,11 +17,25 @@ from kvgraft.prefill.policies.redknot import RedKnot
 from kvgraft.prefill.policies.samkv import SamKV
 from kvgraft.prefill.policies.similar import Similar
 from kvgraft.prefill.policies.sparsex import SparseX
+from kvgraft.prefill.policies.spread import Spread
 from kvgraft.prefill.policies.transitive import Transitive
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Full, Naive, Epic, CacheBlend, Prophet, SparseX, Transitive, RedKnot, SamKV, Condense, Similar)
+    for policy in (
+        Full,
+        Naive,
+        Epic,
+        CacheBlend,
+        Prophet,
+        SparseX,
+        Transitive,
+        Spread,
+        RedKnot,
+        SamKV,
+        Condense,
+        Similar,
+    )
 }
 RENAMED = {  # options by the names that they had before 0.2
     "boundary": ("boundary_layers", "boundary_share"),
@@ -80,6 +94,7 @@ __all__ = [
     "SamKV",
     "Similar",
     "SparseX",
+    "Spread",
     "Transitive",
     "make_policy",
     "parse_policy",

@@ -1,12 +1,11 @@
 """Transitive selection: what the question asks for, and what that in turn was made from."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import ClassVar
 
 from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.selection import Rows, SelectsByAttention
+from kvgraft.prefill.selection import Rows, SelectsByAttention, shares_by_round
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Transitive(SelectsByAttention):
         chosen = plan.tail(self.tail_tokens)
         computed, asking = plan.fresh | chosen, self.asking(plan) | chosen
         in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
-        for share in self._shares():
+        for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
             ctx.project(probe, ctx.run(range(probe), ctx.embed(computed)))
             scores = self.score(ctx, probe, asking)
             found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
@@ -58,10 +57,3 @@ class Transitive(SelectsByAttention):
             chosen = chosen | found
             computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
         return ctx.run(layers, ctx.embed(plan.fresh | chosen))
-
-    def _shares(self) -> list[float]:
-        """Share that each round chooses of what the rounds before it left."""
-        first = self.first_share if self.hops else 1.0
-        parts = [self.recompute_share * first, *[self.recompute_share * (1 - first) / max(1, self.hops)] * self.hops]
-        used = accumulate(parts, initial=0.0)
-        return [part / (1 - before) if part else 0.0 for part, before in zip(parts, used, strict=False)]

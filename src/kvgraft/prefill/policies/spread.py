@@ -1,0 +1,115 @@
+"""Spread: what changes in the recomputed tokens of a segment changes in the others, too."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
+from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.selection import Rows, SelectsByAttention, shares_by_round
+
+
+@dataclass(frozen=True)
+class Spread(SelectsByAttention):
+    """Segment starts and what the question asks for are recomputed; all other grafted tokens take over half of what
+    that has changed in the nearest ones of their segment.
+
+    KVGraft's own method. Text that is read in another context differs from what is cached by something that its tokens
+    have in common: the mean over a segment explains 30 to 50 % of the squared change of keys before RoPE on a real
+    model, and a few tokens tell it. So in every layer the differences between new and cached keys and values of the
+    recomputed tokens are interpolated along the segment, keys turned to where they are added (`spread_share` of them:
+    what is interpolated is not certain). No tokens are computed for that.
+
+    The tokens are chosen as `transitive` does, with three differences: the first tokens of each segment, which were
+    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose; and the
+    attention of a round is summed over the first layers (`score_share`) instead of one.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name: ClassVar[str] = "spread"
+
+    rows: Rows = "question"
+    start_tokens: int = 8  # recomputed at the beginning of each segment
+    score_layers: int | None = None  # over which attention is summed; None: `score_share` of all
+    score_share: float = 0.4  # of all layers, rounded up
+    recompute_share: float = 0.05  # of the grafted tokens, recomputed beside the starts
+    continued_share: float = 0.02  # of those that an earlier prompt has left in place; no more than recompute_share
+    hops: int = 0  # rounds in which chosen tokens choose further ones
+    first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
+    tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
+    spread_share: float = 0.5  # of a change that is taken over
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("start_tokens", self.start_tokens, 0)
+        require_layers(self, "score_layers")
+        require_share("recompute_share", self.recompute_share)
+        require_share("continued_share", self.continued_share)
+        require_at_least("hops", self.hops, 0)
+        require_share("first_share", self.first_share)
+        require_at_least("tail_tokens", self.tail_tokens, 1)
+        require_share("spread_share", self.spread_share)
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """Graft everything, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
+        plan = ctx.plan
+        ctx.graft(range(ctx.num_layers))
+        chosen = self._choose(ctx)
+        near, hidden = Neighbours(plan, chosen), ctx.embed(plan.fresh | chosen)
+        for index in range(ctx.num_layers):
+            if near.where.any() and self.spread_share:
+                keys, values = ctx.keys(index, chosen), ctx.values(index, chosen)
+                ctx.project(index, hidden)
+                keys, values = ctx.keys(index, chosen) - keys, ctx.values(index, chosen) - values
+                keys = ctx.turn(near.between(ctx.turn(keys, -plan.positions[chosen])), plan.positions[near.where])
+                ctx.add(index, near.where, self.spread_share * keys, self.spread_share * near.between(values))
+            hidden = ctx.layer(index, hidden)
+        return hidden
+
+    def _choose(self, ctx: PrefillContext) -> Tensor:
+        """bool [T]: grafted tokens that are recomputed."""
+        plan, layers = ctx.plan, count_layers(self.score_layers, self.score_share, ctx.num_layers)
+        chosen = plan.tail(self.tail_tokens) | plan.segment_starts(self.start_tokens)
+        computed, asking = plan.fresh | chosen, self.asking(plan) | plan.tail(self.tail_tokens)
+        in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
+        for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
+            hidden, scores = ctx.embed(computed), torch.zeros(plan.num_tokens)
+            for index in range(layers):
+                hidden = ctx.layer(index, hidden)
+                scores += self.score(ctx, index, asking)
+            found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
+            if not found.any():
+                break
+            chosen = chosen | found
+            computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
+        return chosen
+
+
+class Neighbours:
+    """The recomputed tokens next to each other token of a segment.
+
+    Attributes:
+        where: bool [T], grafted tokens of segments that have recomputed ones, without these.
+    """
+
+    def __init__(self, plan: Plan, chosen: Tensor) -> None:
+        segments, places = plan.segments, torch.arange(plan.num_tokens)
+        some = chosen.nonzero()[:, 0]  # [c]
+        self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
+        rest = places[self.where]  # [n]
+        after = torch.searchsorted(some, rest)
+        sides = torch.stack([(after - 1).clamp(min=0), after.clamp(max=max(len(some) - 1, 0))])  # [2, n], rows of some
+        same = segments[some][sides] == segments[rest]
+        distances = (some[sides] - rest).abs().float()
+        weights = torch.where(same, 1 / distances, 0.0)
+        self._sides, self._weights = sides, weights / weights.sum(0)
+
+    def between(self, changes: Tensor) -> Tensor:
+        """Changes [c, Hkv, d] of the recomputed tokens, interpolated linearly at the others: [n, Hkv, d]."""
+        sides, weights = self._sides.to(changes.device), self._weights.to(changes)[..., None, None]
+        return weights[0] * changes[sides[0]] + weights[1] * changes[sides[1]]
