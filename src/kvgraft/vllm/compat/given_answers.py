@@ -6,6 +6,7 @@ configuration, the first runner would wait in every step for the tokens of the l
 """
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,9 @@ def _add_to_slots(runner: Any) -> None:
 def _answer_of(params: SamplingParams, config: VllmConfig) -> tuple[int, ...]:
     """The answer that a request gives; empty if none. What cannot be given the API server has refused; elsewhere the
     request is answered by the model."""
-    said = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(KEY) or {}
+    said = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(KEY)
+    if not isinstance(said, Mapping):
+        return ()
     try:
         answer = parse_answer(said.get("answer"))
         check_answer(answer, params, config)
