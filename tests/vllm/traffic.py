@@ -17,7 +17,7 @@ EVERY_WAY: list[Options] = [
     EVERYTHING,
     {"policy": "sparsex", "boundary_layers": 1},
     {"match": "exact"},
-    *({"policy": name} for name in ("epic", "cacheblend", "prophet", "condense", "samkv")),
+    *({"policy": name} for name in ("epic", "cacheblend", "prophet", "spread", "condense", "samkv")),
 ]
 SALTS = [None, None, "a", "b"]
 PLACES = 2  # conversations of a salt that go on
