@@ -1,5 +1,6 @@
 """Selection rules: which grafted tokens are worth computing again, by the attention that they receive."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
@@ -7,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvgraft.methods import require_choice
+from kvgraft.methods import require_at_least, require_choice, require_share
 from kvgraft.prefill.context import Policy, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 
@@ -42,6 +43,49 @@ class SelectsByAttention(Policy):
         """float32 [T]: the scores of all keys at a layer; tokens of one block share theirs if blocks are chosen."""
         scores = ctx.scores(layer, queries, self.reduction)
         return scores if self.unit == "token" else _by_block(scores, ctx.plan)
+
+
+@dataclass(frozen=True)
+class SelectsInRounds(SelectsByAttention):
+    """A policy whose question chooses tokens, whose queries choose further ones.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    rows: Rows = "question"
+    recompute_share: float = 0.05  # of the grafted tokens, recomputed
+    continued_share: float = 0.02  # of those that an earlier prompt has left in place; no more than recompute_share
+    hops: int = 2  # rounds in which chosen tokens choose further ones
+    first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
+    tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_share("recompute_share", self.recompute_share)
+        require_share("continued_share", self.continued_share)
+        require_at_least("hops", self.hops, 0)
+        require_share("first_share", self.first_share)
+        require_at_least("tail_tokens", self.tail_tokens, 1)
+
+    def choose(self, plan: Plan, beside: Tensor, probe: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """bool [T]: grafted tokens to recompute: those in `beside`, the tail, and what the rounds find.
+
+        Args:
+            probe: (tokens to compute, those of them that ask), bool [T] each -> scores of all keys, float32 [T].
+        """
+        tail = plan.tail(self.tail_tokens)
+        chosen = tail | beside
+        computed, asking = plan.fresh | chosen, self.asking(plan) | tail
+        in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
+        for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
+            scores = probe(computed, asking)
+            found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
+            if not found.any():
+                break
+            chosen = chosen | found
+            computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
+        return chosen
 
 
 def shares_by_round(recompute_share: float, first_share: float, hops: int) -> list[float]:

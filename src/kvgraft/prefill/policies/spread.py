@@ -9,11 +9,11 @@ from torch import Tensor
 from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.selection import Rows, SelectsByAttention, shares_by_round
+from kvgraft.prefill.selection import SelectsInRounds
 
 
 @dataclass(frozen=True)
-class Spread(SelectsByAttention):
+class Spread(SelectsInRounds):
     """Segment starts and what the question asks for are recomputed; all other grafted tokens take over half of what
     that has changed in the nearest ones of their segment.
 
@@ -33,26 +33,16 @@ class Spread(SelectsByAttention):
 
     name: ClassVar[str] = "spread"
 
-    rows: Rows = "question"
     start_tokens: int = 8  # recomputed at the beginning of each segment
     score_layers: int | None = None  # over which attention is summed; None: `score_share` of all
     score_share: float = 0.4  # of all layers, rounded up
-    recompute_share: float = 0.05  # of the grafted tokens, recomputed beside the starts
-    continued_share: float = 0.02  # of those that an earlier prompt has left in place; no more than recompute_share
-    hops: int = 0  # rounds in which chosen tokens choose further ones
-    first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
-    tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
+    hops: int = 0
     spread_share: float = 0.5  # of a change that is taken over
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("start_tokens", self.start_tokens, 0)
         require_layers(self, "score_layers")
-        require_share("recompute_share", self.recompute_share)
-        require_share("continued_share", self.continued_share)
-        require_at_least("hops", self.hops, 0)
-        require_share("first_share", self.first_share)
-        require_at_least("tail_tokens", self.tail_tokens, 1)
         require_share("spread_share", self.spread_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
@@ -73,21 +63,16 @@ class Spread(SelectsByAttention):
 
     def _choose(self, ctx: PrefillContext) -> Tensor:
         """bool [T]: grafted tokens that are recomputed."""
-        plan, layers = ctx.plan, count_layers(self.score_layers, self.score_share, ctx.num_layers)
-        chosen = plan.tail(self.tail_tokens) | plan.segment_starts(self.start_tokens)
-        computed, asking = plan.fresh | chosen, self.asking(plan) | plan.tail(self.tail_tokens)
-        in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
-        for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
-            hidden, scores = ctx.embed(computed), torch.zeros(plan.num_tokens)
+        layers = count_layers(self.score_layers, self.score_share, ctx.num_layers)
+
+        def score(computed: Tensor, asking: Tensor) -> Tensor:
+            hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
             for index in range(layers):
                 hidden = ctx.layer(index, hidden)
                 scores += self.score(ctx, index, asking)
-            found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
-            if not found.any():
-                break
-            chosen = chosen | found
-            computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
-        return chosen
+            return scores
+
+        return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens), score)
 
 
 class Neighbours:
