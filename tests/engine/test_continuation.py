@@ -7,7 +7,7 @@ import pytest
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Epic, Full, Naive, SparseX, Transitive
+from kvgraft.prefill.policies import Epic, Full, Naive, SparseX, Spread, Transitive
 from models import VOCAB_SIZE
 
 SIZE = 16
@@ -75,7 +75,11 @@ def grafted_slots(engine: Engine) -> list[int]:
     return [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
 
 
-@pytest.mark.parametrize("policy", [EVERYTHING, Transitive(recompute_share=1.0, continued_share=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [EVERYTHING, *(policy(recompute_share=1.0, continued_share=1.0) for policy in (Transitive, Spread))],
+    ids=str,
+)
 def test_it_is_recovered_for_the_new_question_where_it_is(engine: Engine, policy: Policy):
     prompt = second_turn(engine, policy)
     slots = grafted_slots(engine)
