@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.testbed import MODEL_DIR
 
 VOCAB_SIZE = 200
 BOS, EOS, UNKNOWN = 0, 1, 2
@@ -94,3 +95,12 @@ def make_head_map(directory: Path, *, window: int = 24, sinks: int = 3) -> HeadM
     order = (HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL, HeadClass.LOCAL, HeadClass.LOCAL)
     classes = (order[i % len(order)] for i in range(config.num_layers * config.num_kv_heads))
     return HeadMap(config.identity, sinks, window, tuple(zip(*[classes] * config.num_kv_heads, strict=True)))
+
+
+def link_model(directory: Path, source: Path = MODEL_DIR) -> Path:
+    """A model directory with the files of another, by default of the bundled one, that more can be written into."""
+    directory.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file():
+            (directory / file.name).symlink_to(file)
+    return directory

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -141,6 +141,14 @@ def test_without_parameters_the_default_policy_applies(host: Host, params: dict[
     [answer] = host.finish(host.add(Ask(words(20, 3) + DOCUMENT), extra_args=extra))
     assert answer.grafted == 288
     assert answer.report["policy"].startswith(DEFAULT_POLICY)
+
+
+def test_a_report_names_the_profile_that_named_its_policy(host: Host, monkeypatch: pytest.MonkeyPatch):
+    eligibility = host.side._eligibility
+    monkeypatch.setattr(eligibility, "_default", replace(eligibility._default, profile="0123abcd"))
+    host.read(DOCUMENT)
+    answers = host.ask(Ask(words(20, 3) + DOCUMENT), Ask(words(20, 4) + DOCUMENT, NAIVE))
+    assert [answer.report["profile"] for answer in answers] == ["0123abcd", None]
 
 
 def test_metrics_add_up_to_the_reports(host: Host):

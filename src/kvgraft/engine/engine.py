@@ -12,7 +12,7 @@ from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
-from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_stable_layers
+from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_policy_profile, load_stable_layers
 from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result, check_shared
 from kvgraft.engine.sampling import Sampler, SamplingParams
@@ -52,7 +52,8 @@ class Engine:
         kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full length need.
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
-        policy: for requests that name none.
+        policy: for requests that name none; None takes that of the profile, or else `transitive`.
+        profile: what `kvgraft calibrate` has written; None takes `policy.json` of the model directory, if there is one.
         policies: others that requests may name; what they need (`match`, `residual_layers`) is kept from the start.
         flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense.
             The caches of a flow come on top of the KV pool.
@@ -98,7 +99,8 @@ class Engine:
         kv_gib: float = 2.0,
         num_pages: int | None = None,
         max_length: int | None = None,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
+        profile: str | Path | None = None,
         policies: Sequence[str | Policy] = (),
         flow: str | Flow | None = None,
         max_prefill_tokens: int = 8192,
@@ -124,9 +126,14 @@ class Engine:
         require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
         require_at_least("max_depth", max_depth, 0)
         require_amount("document_gib", document_gib)
-        self.policy, model_dir = parse_policy(policy), find_model(model_dir)
+        if not (policy is None or profile is None):
+            raise ValueError(f"give either a policy or a profile, got {policy} and {profile}")
+        model_dir = find_model(model_dir)
         self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
+        self.profile = load_policy_profile(profile, model_dir, config.identity) if policy is None else None
+        named = self.profile.policy if self.profile else DEFAULT_POLICY
+        self.policy = parse_policy(named if policy is None else policy)
         self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
@@ -319,6 +326,8 @@ class Engine:
         sampler = Sampler(request.sampling)
         sequence = SequenceState(index, request, policy, tokens, Offer(scope), sampler, text, flow)
         sequence.matches_similar, sequence.shared = similar, shared
+        if request.policy is None and self.profile is not None:
+            sequence.report.profile = self.profile.name
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
         if isinstance(policy, KeepsDocuments):

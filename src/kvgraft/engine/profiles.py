@@ -7,6 +7,7 @@ from pathlib import Path
 from kvgraft.engine.config import ModelConfig
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
 from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
+from kvgraft.prefill.profile import POLICY_FILE, PolicyProfile
 
 logger = logging.getLogger("kvgraft")
 MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
@@ -26,6 +27,28 @@ def load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: M
         logger.warning("%s is not used: %s", beside, error)
         return None
     return head_map
+
+
+def load_policy_profile(given: str | Path | None, model_dir: Path, identity: str) -> PolicyProfile | None:
+    """The profile that was given, or that lies beside the weights of the checkpoint of this fingerprint; if that does
+    not fit them, none.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none where one was given, or it is no such profile, or one of another
+            checkpoint.
+    """
+    beside = model_dir / POLICY_FILE
+    if given is None and not beside.is_file():
+        return None
+    try:
+        profile = PolicyProfile.load(given or beside)
+        profile.check_model(identity)
+    except ValueError as error:
+        if given is not None:
+            raise
+        logger.warning("%s is not used: %s", beside, error)
+        return None
+    return profile
 
 
 def load_stable_layers(given: Sequence[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:

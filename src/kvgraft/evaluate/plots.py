@@ -15,6 +15,7 @@ from kvgraft.evaluate.runner import EvalRow
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.summaries import Summary, summarise
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.prefill.profile import PolicyProfile
 
 mpl.use("Agg")
 STYLE = {
@@ -100,6 +101,28 @@ def _divergence(summaries: Sequence[Summary], colours: dict[str, tuple[float, ..
     axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.2, 0.5))
     return figure
+
+
+def write_calibration(profile: PolicyProfile, path: Path) -> Path:
+    """How far every policy that was tried is from full recomputation, in units of order noise, against its work."""
+    unit = profile.order_noise[0] or 1.0
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 4.2))
+        _draw_level(axes, profile.order_noise[0] / unit, ORDER_NOISE)
+        for number, one in enumerate(profile.tried):
+            value, low, high = (figure / unit for figure in one.kl)
+            chosen = one.policy == profile.policy
+            axes.errorbar(
+                one.flops, value, [[value - low], [high - value]], fmt="*" if chosen else "o",
+                markersize=12 if chosen else 6, color=COLOURS[number % len(COLOURS)], capsize=3, label=one.policy,
+            )  # fmt: skip
+        axes.set_xlabel("floating-point operations of prefill, of full's")
+        axes.set_ylabel("KL(full || policy) along full's answer, of order noise")
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.15)
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.2, 0.5))
+        return save(figure, path)
 
 
 def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], name: str) -> Figure:

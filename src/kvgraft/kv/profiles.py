@@ -37,10 +37,10 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "profile"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, a row of a matrix a line."""
+        """Write it as JSON, a row of a matrix or a record a line."""
         fields = []
         for name, value in msgspec.structs.asdict(self).items():
-            is_matrix = isinstance(value, tuple) and value and isinstance(value[0], tuple)
+            is_matrix = isinstance(value, tuple) and value and isinstance(value[0], tuple | msgspec.Struct)
             rows = ",\n  ".join(msgspec.json.encode(row).decode() for row in value) if is_matrix else ""
             fields.append(f' "{name}": ' + (f"[\n  {rows}\n ]" if rows else msgspec.json.encode(value).decode()))
         Path(path).write_text("{\n" + ",\n".join(fields) + "\n}\n")

@@ -49,6 +49,7 @@ class PrefillReport:
     """Where the tokens of a prompt came from and where its time went.
 
     Attributes:
+        profile: which profile named the policy; None: the request, the server's settings, or nobody.
         prompt_tokens: prefix + continued + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
         continued_tokens: KV of an earlier prompt with all these tokens, which held or followed grafts, as it stands.
@@ -64,6 +65,7 @@ class PrefillReport:
     """
 
     policy: str = ""
+    profile: str | None = None
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     continued_tokens: int = 0

@@ -40,6 +40,7 @@ class RequestOptions:
         match_similar: whether near-duplicates are grafted, too.
         shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
         answer: token ids with which its answer begins, whatever the model would choose.
+        profile: which profile named the policy, or None.
     """
 
     policy: Policy
@@ -48,6 +49,7 @@ class RequestOptions:
     match_similar: bool = False
     shared: tuple[str, ...] | None = None
     answer: tuple[int, ...] = ()
+    profile: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
@@ -73,7 +75,8 @@ class RequestOptions:
         if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
             raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
         shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
-        return cls(policy, reuse == "auto", namespace, similar, shared, answer)
+        profile = default.profile if policy == default.policy else None
+        return cls(policy, reuse == "auto", namespace, similar, shared, answer, profile)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from kvgraft.methods import require_amount, require_at_least, require_share
+from kvgraft.prefill.context import Policy
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.prefill.policies import DEFAULT_POLICY
+from kvgraft.prefill.profile import PolicyProfile
 from kvgraft.reuse.cost import EXACT_VALUE
 from kvgraft.reuse.index import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
@@ -25,7 +27,9 @@ class KVGraftSettings:
     """How this server reuses.
 
     Attributes:
-        policy: for requests that name none; `name` or `name:option=value,...`.
+        policy: for requests that name none; `name` or `name:option=value,...`. None: that of the profile, or else
+            `transitive`.
+        profile: file that `kvgraft calibrate` has written for this checkpoint.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
@@ -49,7 +53,8 @@ class KVGraftSettings:
             request runs: at most this share of the prompt tokens that requests have brought.
     """
 
-    policy: str = DEFAULT_POLICY
+    policy: str | None = None
+    profile: str | None = None
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
     continuation: bool = True
@@ -71,12 +76,24 @@ class KVGraftSettings:
     @property
     def default(self) -> RequestOptions:
         """What requests get that say nothing."""
-        return RequestOptions(parse_policy(self.policy), match_similar=self.similarity is not None)
+        name = self.policy_profile.name if self.policy_profile else None
+        return RequestOptions(self.served, match_similar=self.similarity is not None, profile=name)
+
+    @property
+    def served(self) -> Policy:
+        """The policy of requests that name none."""
+        named = self.policy_profile.policy if self.policy_profile else DEFAULT_POLICY
+        return served_policy(named if self.policy is None else self.policy)
+
+    @cached_property
+    def policy_profile(self) -> PolicyProfile | None:
+        """The profile that names it. FileNotFoundError or ValueError if the file has none."""
+        return None if self.profile is None else PolicyProfile.load(self.profile)
 
     @property
     def similarity(self) -> Similarity | None:
         """What counts as a near-duplicate; None: nothing does."""
-        return parse_match(self.match or parse_policy(self.policy).match)
+        return parse_match(self.match or self.served.match)
 
     @property
     def store(self) -> StoreOptions | None:
@@ -110,11 +127,12 @@ class KVGraftSettings:
                 hint = f"it is called {RENAMED[name]}" if name in RENAMED else f"allowed are {', '.join(known)}"
                 raise ValueError(f"no KVGraft setting {name!r}: {hint}")
         settings = cls(**given)
-        if not isinstance(settings.policy, str):
-            raise ValueError(f"policy must be a string, got {settings.policy!r}")
-        served_policy(settings.policy)
-        if not (settings.match is None or isinstance(settings.match, str)):
-            raise ValueError(f"match must be a string, got {settings.match!r}")
+        for name in ("policy", "match", "profile"):
+            if not isinstance(value := getattr(settings, name), str | None):
+                raise ValueError(f"{name} must be a string, got {value!r}")
+        if None not in (settings.policy, settings.profile):
+            raise ValueError(f"give either a policy or a profile, got {settings.policy} and {settings.profile}")
+        _ = settings.served
         _ = settings.similarity
         if not isinstance(settings.residual_layers, list | tuple):
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")

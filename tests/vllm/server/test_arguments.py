@@ -4,14 +4,18 @@ from pathlib import Path
 import pytest
 
 from gguf_files import known_model, make_gguf
+from kvgraft.engine.config import load_config
 from kvgraft.models import KNOWN, get_model
+from kvgraft.prefill.profile import POLICY_FILE, MeasuredPolicy, PolicyProfile
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
+from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.server.arguments import BUNDLED_NAMES, KNOWN_KV_BYTES, parse
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
 from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.settings import KVGraftSettings
+from models import link_model
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +72,7 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "refresh": 0.05,
         "document_gib": 0.5,
     }
-    assert settings.keys() == {field.name for field in fields(KVGraftSettings)}
+    assert {*settings, "profile"} == {field.name for field in fields(KVGraftSettings)}
     flags = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -242,3 +246,38 @@ def test_what_a_user_has_converted_is_served_as_vllm_would(tiny: Path, tmp_path:
 def test_a_name_that_nobody_knows_lists_those_that_are_here(tiny: Path):
     with pytest.raises(FileNotFoundError, match=r"unheard is not a model directory.*: here are tiny; "):
         parse(["unheard"])
+
+
+def write_profile(path: Path, model: str) -> Path:
+    measured = MeasuredPolicy("naive", 0.1, (0.05, 0.04, 0.06), (0.1, 0.0, 0.2))
+    PolicyProfile(model, "naive", measured, (0.1, 0.1, 0.1), "texts", 2, 512, (measured,)).save(path)
+    return path
+
+
+def test_a_profile_is_taken_from_a_flag_or_from_beside_the_weights(tmp_path: Path):
+    identity = load_config(MODEL_DIR).identity
+    given = write_profile(tmp_path / "p.json", identity)
+    settings = parse(["--kvgraft-profile", str(given)]).kv_transfer_config.kv_connector_extra_config
+    assert settings == {"profile": str(given)}
+    default = KVGraftSettings.parse(settings).default
+    assert (str(default.policy), default.profile) == ("naive", PolicyProfile.load(given).name)
+    assert RequestOptions.parse({}, default).profile == default.profile
+    assert RequestOptions.parse({"policy": "epic"}, default).profile is None, "the request has named its policy"
+    model = link_model(tmp_path / "model")
+    beside = write_profile(model / POLICY_FILE, identity)
+    assert parse([str(model)]).kv_transfer_config.kv_connector_extra_config == {"profile": str(beside)}
+    named = parse([str(model), "--kvgraft-policy", "epic"]).kv_transfer_config.kv_connector_extra_config
+    assert named == {"policy": "epic"}
+
+
+def test_a_profile_of_another_checkpoint_is_refused_or_ignored(tmp_path: Path):
+    other = write_profile(tmp_path / "p.json", "0" * 64)
+    with pytest.raises(ValueError, match="the policy profile was made for model 000000000000, this one is"):
+        parse(["--kvgraft-profile", str(other)])
+    with pytest.raises(FileNotFoundError, match="no such file: nowhere"):
+        parse(["--kvgraft-profile", "nowhere"])
+    with pytest.raises(ValueError, match="give either a policy or a profile, got naive and"):
+        KVGraftSettings.parse({"policy": "naive", "profile": str(other)})
+    model = link_model(tmp_path / "model")
+    write_profile(model / POLICY_FILE, "0" * 64)
+    assert parse([str(model)]).kv_transfer_config.kv_connector_extra_config == {}

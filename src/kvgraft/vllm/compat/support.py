@@ -43,6 +43,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         *_cache_reasons(config, kv_cache),
         *_residual_reasons(config),
         *_store_reasons(config),
+        *_profile_reasons(config),
     ]
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
@@ -135,6 +136,16 @@ def _store_reasons(config: VllmConfig) -> Iterator[str]:
     events = config.kv_events_config
     if KVGraftSettings.of(config).store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
+
+
+def _profile_reasons(config: VllmConfig) -> Iterator[str]:
+    profile = KVGraftSettings.of(config).policy_profile
+    if profile is None:
+        return
+    try:
+        profile.check_model(load_config(config.model_config.model).identity)
+    except (FileNotFoundError, ValueError) as error:
+        yield str(error)
 
 
 def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:

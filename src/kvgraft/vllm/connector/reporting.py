@@ -34,7 +34,10 @@ class Reporting:
         spans = _spans(candidate, num_prompt, num_prefix)
         if state.continued is not None:
             spans = list(_continued(spans, state.continued.first_block * self._block_size))
-        report.policy = str(options.policy) if isinstance(options, RequestOptions) else options.op
+        if isinstance(options, RequestOptions):
+            report.policy, report.profile = str(options.policy), options.profile
+        else:
+            report.policy = options.op
         report.prompt_tokens = num_prompt
         report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens = (
             sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS

@@ -14,7 +14,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.config import load_config
+from kvgraft.engine.profiles import load_policy_profile
 from kvgraft.models import KNOWN, find_model, is_name
+from kvgraft.prefill.profile import POLICY_FILE
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import ARCHITECTURES
@@ -66,6 +68,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     _refuse(_conflicts(args))
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
+    _find_profile(args)
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
     KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
     grants = Grants.of(args, Keyring(Keys.of(args)))
@@ -102,6 +105,9 @@ def _make_parser() -> FlexibleArgumentParser:
     group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
     group.add_argument(
         "--kvgraft-policy", help="Of requests that name none: transitive, sparsex:recompute_share=0.2,..."
+    )
+    group.add_argument(
+        "--kvgraft-profile", help="Instead: what `kvgraft calibrate` has written, by default beside the weights."
     )
     group.add_argument(
         "--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits."
@@ -169,6 +175,19 @@ def _serve_by_name(args: Namespace) -> None:
     if name in KNOWN and current_platform.is_cpu():
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or KNOWN_KV_BYTES
         args.dtype = "float32" if args.dtype == "auto" else args.dtype
+
+
+def _find_profile(args: Namespace) -> None:
+    """Take the profile that lies beside the weights, if nothing else says which policy requests have that name none.
+
+    Raises:
+        FileNotFoundError, ValueError: a profile was given that cannot be used; the message says why.
+    """
+    given, model = args.kvgraft_profile, Path(args.model)
+    if given is None and (args.kvgraft_policy or args.kv_transfer_config or not (model / POLICY_FILE).is_file()):
+        return
+    if load_policy_profile(given, model, load_config(model).identity) is not None:
+        args.kvgraft_profile = str(Path(given or model / POLICY_FILE).absolute())
 
 
 def _settings(args: Namespace) -> dict[str, Any]:

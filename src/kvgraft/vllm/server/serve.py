@@ -10,11 +10,13 @@ import uvloop
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
+from vllm.logger import configure_logging_from_args, init_logger
 
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.server.arguments import parse
+from kvgraft.vllm.settings import KVGraftSettings
 
+logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
 PLUGIN, PLUGINS = "kvgraft", "VLLM_PLUGINS"
 ENDPOINTS = "vllm.endpoint_plugins"
 OTHER_GROUPS = (
@@ -54,6 +56,8 @@ def prepare_environment(args: Namespace) -> None:
     if not found:
         raise ValueError(f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again")
     found[0].load()  # vLLM would log an error here and serve without it
+    settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
+    logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.served}")
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 

@@ -58,7 +58,8 @@ async def status(request: Request) -> dict[str, Any]:
     principal = call.principal
     return {
         "model": request.app.state.openai_serving_models.model_name(),
-        "policy": state.settings.policy,
+        "policy": str(state.default.policy),
+        "profile": state.default.profile,
         "match": state.settings.match or state.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},

@@ -1,0 +1,157 @@
+"""Which policy suits a model and the user's own texts: chosen on some prompts, measured again on others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.engine.engine import Engine
+from kvgraft.evaluate.heads import measure, text_samples
+from kvgraft.evaluate.hosts import NativeHost
+from kvgraft.evaluate.progress import OnProgress
+from kvgraft.evaluate.runner import EvalSettings, run
+from kvgraft.evaluate.scoring import ORDER_NOISE
+from kvgraft.evaluate.statistics import Estimate
+from kvgraft.evaluate.summaries import Summary, summarise
+from kvgraft.evaluate.tasks.own import make_own
+from kvgraft.methods import require_at_least
+from kvgraft.prefill.profile import Interval, MeasuredPolicy, PolicyProfile
+
+CANDIDATES = (
+    "naive",
+    "epic:start_tokens=8",
+    "cacheblend:recompute_share=0.05",
+    "prophet:recompute_share=0.05",
+    "sparsex:boundary_share=0.25",
+    "transitive:recompute_share=0.04",
+    "transitive:recompute_share=0.08",
+    "spread:recompute_share=0.03,score_share=0.2",
+    "spread:start_tokens=4,recompute_share=0.04,score_share=0.25,hops=1",
+    "spread",
+    "spread:recompute_share=0.1",
+)
+BUDGET = 0.15  # of full's floating-point operations
+CHOOSING, CHECKING = "choosing", "checking"  # directories of the two evaluations
+SAMPLES, SAMPLE_TOKENS, SINKS, WINDOW = 2, 1024, 4, 256  # of the hint about heads
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """What is tried, and on what.
+
+    Attributes:
+        texts: by name.
+        described: what they are, in a few words.
+        policies: candidates, without `full`.
+        items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse and kind of question
+            equally often.
+        length: tokens of a prompt, about. `segments`: of known text in it.
+        budget: share of full's floating-point operations that the chosen policy may take.
+    """
+
+    texts: Mapping[str, str]
+    described: str
+    policies: Sequence[str] = CANDIDATES
+    items: int = 12
+    length: int = 1536
+    segments: int = 5
+    budget: float = BUDGET
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least("items", self.items, 2)
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget must be a share above 0, up to 1, got {self.budget}")
+        if "full" in self.policies:
+            raise ValueError("policies must be others than full, with which they are compared")
+
+    def evaluation(self, policies: Sequence[str], *, checks: bool) -> EvalSettings:
+        """Prompts that choose, or others that check; both have every pattern of reuse. Only those that check have order
+        noise, which takes as long as all the rest."""
+        suite = make_own(self.texts, "test" if checks else "dev")
+        per_task = -(-self.items // len(suite.tasks))
+        return EvalSettings(
+            (suite,), ("full", *policies), (self.length,), self.segments, items=per_task, seed=self.seed,
+            order_noise=checks,
+        )  # fmt: skip
+
+
+def calibrate(
+    engine: Engine, settings: CalibrationSettings, directory: Path, on_progress: OnProgress | None = None
+) -> PolicyProfile:
+    """Try all policies, choose one, and measure it on other prompts; what the directory holds is not done again.
+
+    Raises:
+        ValueError: the texts are too short, no policy is within the budget, or the directory holds another calibration.
+    """
+    host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
+    choosing = run(settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress)
+    tried = tuple(_measured(one) for one in summarise(choosing, "all") if one.policy != "full")
+    chosen = choose(tried, settings.budget)
+    checking = run(settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress)
+    found = {one.policy: one for one in summarise(checking, "all")}
+    return PolicyProfile(
+        model=engine.config.identity,
+        policy=chosen.policy,
+        expected=_measured(found[chosen.policy]),
+        order_noise=_interval(found[ORDER_NOISE].answer_kl),
+        texts=settings.described,
+        prompts=settings.items,
+        tokens=settings.length,
+        tried=tried,
+        far_mass=_far_mass(engine, list(settings.texts.values())),
+    )
+
+
+def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
+    """The one nearest to full recomputation of those within the budget.
+
+    Raises:
+        ValueError: there is none.
+    """
+    within = [one for one in tried if one.flops <= budget]
+    if not within:
+        least = min(tried, key=lambda one: one.flops)
+        raise ValueError(f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}")
+    return min(within, key=lambda one: one.kl[0])
+
+
+def render(profile: PolicyProfile) -> RenderableType:
+    """A line for each policy, and what was chosen, for a rich console."""
+    unit = profile.order_noise[0]
+    title = f"{profile.prompts} prompts of about {profile.tokens} tokens: {profile.texts}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    for name in ("FLOPs", "KL, nats", "95 %", "of order noise", "other tokens"):
+        table.add_column(name, justify="right")
+    for one in sorted(profile.tried, key=lambda one: one.flops):
+        value, low, high = one.kl
+        table.add_row(
+            f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
+            f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}", f"{value / unit:.2f}" if unit else "-",
+            f"{one.flips[0]:.1%}",
+        )  # fmt: skip
+    return Group(table, Text(f"{profile}, on as many prompts that have chosen nothing"))
+
+
+def _measured(summary: Summary) -> MeasuredPolicy:
+    return MeasuredPolicy(summary.policy, summary.flops, _interval(summary.answer_kl), _interval(summary.flips))
+
+
+def _interval(estimate: Estimate) -> Interval:
+    value, low, high = (round(figure, 6) for figure in (estimate.value, estimate.low, estimate.high))
+    return value, low, high
+
+
+def _far_mass(engine: Engine, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+    """[L][Hkv], nothing of texts that are too short for it."""
+    try:
+        samples = text_samples(engine, texts, count=SAMPLES, length=SAMPLE_TOKENS)
+    except ValueError:
+        return ()
+    found = np.mean([measure(engine.decoder, sample, SINKS, WINDOW)[1] for sample in samples], axis=0)
+    return tuple(tuple(round(float(value), 3) for value in row) for row in found)

@@ -1,0 +1,69 @@
+"""Prompts over the user's own texts, whatever they are: prose, code, records, the messages of recorded requests.
+
+continuation    a few words of one of the texts, which the answer goes on with
+beginning       what the text is about that begins with a few words
+
+Nobody knows the right answers (the next words are what is expected): these are for measures along full's own.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from random import Random
+
+from kvgraft.evaluate.tasks.items import Ask, Item, Pattern, Shape, Suite
+from kvgraft.evaluate.tasks.texts import INSTRUCTION, check_split, in_split, of_split, write_item
+
+CHARACTERS = 4  # of a token, about
+ROOM = 120  # tokens for the instruction, the question and what a chat template adds
+LEAST = 0.6  # of the size of a passage, that a shorter one at the end of a text has at least
+GIVEN = 8  # words by which a question tells what it means
+ANSWER = 32  # tokens
+_SPACE = re.compile(r"\s+")
+
+
+def make_own(texts: Mapping[str, str], split: str = "all") -> Suite:
+    """The suite of some texts by name; equal texts count once.
+
+    Raises:
+        ValueError: there are none, or an unknown split.
+    """
+    if not any(map(str.strip, texts.values())):
+        raise ValueError("texts must hold some text")
+    tasks = ("continuation", "beginning")
+    description = f"{len(texts)} texts{of_split(check_split(split))}"
+    return Suite("own", description, tasks, partial(_write, texts, split), real_text=True)
+
+
+def _write(texts: Mapping[str, str], split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    """One question about passages drawn from all texts."""
+    size = (shape.length - ROOM) * CHARACTERS // shape.num_segments
+    passages = [one for one in dict.fromkeys(_cut(texts.values(), size)) if in_split(one, split)]
+    if len(passages) < shape.num_segments:
+        raise ValueError(
+            f"the texts have {len(passages)} passages of {size} characters{of_split(split)}, and {shape.num_segments} "
+            "segments are wanted: give more text, or choose a smaller length or fewer segments"
+        )
+    drawn = rng.sample(passages, shape.num_segments)
+    words = rng.choice(drawn).split()
+    start = 0 if task == "beginning" else rng.randrange(max(1, len(words) - GIVEN))
+    given, behind = (" ".join(words[first : first + GIVEN]) for first in (start, start + GIVEN))
+    if task == "beginning":
+        question, begun = f"Question: What does the text say that begins with '{given}'?\nAnswer:", ""
+    else:
+        question, begun = "Question: How does one of the texts go on after some of its words?\nAnswer:", f" {given}"
+    ask = Ask(task, (question,), (behind,), ANSWER, "f1", begun=begun)
+    return write_item(rng, INSTRUCTION, drawn, pattern, [ask])
+
+
+def _cut(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Passages of `size` characters, cut at white space; a rest that is too short is left out."""
+    for text in texts:
+        rest = text.strip()
+        while len(rest) >= LEAST * size:
+            end = size
+            if len(rest) > size:
+                *_, last = [0, *(space.start() for space in _SPACE.finditer(rest, int(LEAST * size), size))]
+                end = last or size
+            yield rest[:end]
+            rest = rest[end:].lstrip()

@@ -1,0 +1,69 @@
+"""Which policy suits a model, as `kvgraft calibrate` has measured it; lies beside the weights as JSON."""
+
+from functools import cached_property
+from hashlib import sha256
+
+import msgspec
+
+from kvgraft.kv.profiles import ModelProfile
+from kvgraft.prefill.policies import parse_policy
+
+POLICY_FILE = "policy.json"  # in a model directory
+Interval = tuple[float, float, float]  # mean, and the ends of its 95 % interval
+
+
+class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Means over some prompts, along full's own answers (`kvgraft.evaluate.metrics.along`).
+
+    Attributes:
+        flops: floating-point operations of the prefill, of those of full recomputation.
+        kl: KL(full || policy) in nats. `flips`: share of places where the best token is another.
+    """
+
+    policy: str
+    flops: float
+    kl: Interval
+    flips: Interval
+
+
+class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
+    """The policy that was chosen for a checkpoint, and what may be expected of it.
+
+    Attributes:
+        policy: `name:option=value,...`, for requests that name none.
+        expected: its distances from full recomputation on prompts that have not chosen it.
+        order_noise: those of full recomputation, on the same prompts with the reused texts in other orders: the unit.
+        texts: what the prompts were made of. `prompts`: how many have chosen, of `tokens` tokens each, about.
+        tried: every policy, on the prompts that have chosen.
+        far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for `profile-heads`;
+            empty if the texts were too short.
+    """
+
+    policy: str
+    expected: MeasuredPolicy
+    order_noise: Interval
+    texts: str
+    prompts: int
+    tokens: int
+    tried: tuple[MeasuredPolicy, ...]
+    far_mass: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+
+    @classmethod
+    def describe(cls) -> str:
+        return "policy profile"
+
+    @cached_property
+    def name(self) -> str:
+        """By which reports name it: eight hexadecimal digits of its SHA-256."""
+        return sha256(msgspec.json.encode(self)).hexdigest()[:8]
+
+    def __str__(self) -> str:
+        noise = self.expected.kl[0] / self.order_noise[0] if self.order_noise[0] else float("nan")
+        return (
+            f"policy {self.policy} by profile {self.name} ({self.texts}): expected are {self.expected.flops:.0%} of "
+            f"the FLOPs, KL {self.expected.kl[0]:.4f} nats ({noise:.2f} of order noise), "
+            f"{self.expected.flips[0]:.1%} of the tokens others than full's"
+        )

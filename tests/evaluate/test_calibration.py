@@ -1,0 +1,180 @@
+"""`kvgraft calibrate`, and what takes the profile that it writes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from kvgraft import Engine, Request
+from kvgraft.cli import app, run
+from kvgraft.evaluate.calibration import CHECKING, CHOOSING, CalibrationSettings, choose
+from kvgraft.evaluate.runner import ROWS, read_rows
+from kvgraft.evaluate.scoring import ORDER_NOISE
+from kvgraft.evaluate.tasks.items import PATTERNS, Shape
+from kvgraft.evaluate.tasks.own import make_own
+from kvgraft.evaluate.traffic.texts import read_messages
+from kvgraft.prefill.profile import POLICY_FILE, MeasuredPolicy, PolicyProfile
+from kvgraft.testbed import MODEL_DIR
+from models import link_model
+
+SMALL = ("--items", "2", "--length", "512", "--segments", "3", "--policies", "naive;transitive", "--budget", "1.0")
+
+
+def measured(policy: str, flops: float, kl: float) -> MeasuredPolicy:
+    return MeasuredPolicy(policy, flops, (kl, kl, kl), (0.0, 0.0, 0.0))
+
+
+def profile_of(model: str, policy: str = "naive") -> PolicyProfile:
+    one = measured(policy, 0.1, 0.05)
+    return PolicyProfile(model, policy, one, (0.1, 0.1, 0.1), "texts", 2, 512, (one,))
+
+
+def test_the_nearest_to_full_within_the_budget_is_chosen():
+    tried = [measured("naive", 0.03, 0.2), measured("spread", 0.12, 0.02), measured("epic", 0.1, 0.1)]
+    assert choose(tried, 0.15).policy == "spread"
+    assert choose(tried, 0.11).policy == "epic"
+    with pytest.raises(ValueError, match=r"no policy is within a budget of 1\.0%: naive takes 3\.0%"):
+        choose(tried, 0.01)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory beside whose weights a calibration has left its profile."""
+    model = link_model(tmp_path_factory.mktemp("calibrated") / "model")
+    assert run(app, ["calibrate", str(model), *SMALL, "--results", str(model / "results")]) == 0
+    return model
+
+
+def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
+    profile = PolicyProfile.load(calibrated / POLICY_FILE)
+    chose, checked = (read_rows(calibrated / "results" / name) for name in (CHOOSING, CHECKING))
+    assert [one.policy for one in profile.tried] == ["naive", "transitive"]
+    assert profile.policy == min(profile.tried, key=lambda one: one.kl[0]).policy == profile.expected.policy
+    assert {row.policy for row in checked} == {"full", profile.policy, ORDER_NOISE}
+    assert {row.cluster for row in chose} == {"own/512/0", "own/512/1"}
+    kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == profile.policy]
+    assert profile.expected.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
+    assert profile.order_noise[0] > 0
+    assert len(profile.far_mass) == 8
+    assert all(0 <= mass <= 1 for row in profile.far_mass for mass in row)
+    assert (calibrated / "results" / "calibration.png").stat().st_size > 5000
+
+
+def test_prompts_that_check_hold_no_passage_of_those_that_choose():
+    texts = {"one": " ".join(f"word{n}" for n in range(40_000))}
+    settings = CalibrationSettings(texts, "one", ("naive",), segments=3)
+    drawn = []
+    for checks in (False, True):
+        [suite] = settings.evaluation(("naive",), checks=checks).suites
+        items = suite.items(0, 12, Shape(1536, 3))
+        assert [item.pattern for item in items] == [*PATTERNS] * 4
+        drawn.append({text for item in items for text in item.phase_2[0].segments[1:-1] if text in texts["one"]})
+    assert not drawn[0] & drawn[1]
+
+
+def test_a_calibration_that_was_stopped_goes_on(calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    results = tmp_path / "results"
+    for name in (CHOOSING, CHECKING):
+        (results / name).mkdir(parents=True)
+        for file in (calibrated / "results" / name).iterdir():
+            (results / name / file.name).write_bytes(file.read_bytes())
+    rows = results / CHOOSING / ROWS
+    rows.write_bytes(rows.read_bytes()[:-300])  # as a kill would leave it
+    arguments = ["calibrate", str(calibrated), *SMALL, "--results", str(results), "-o", str(tmp_path / "p.json")]
+    assert run(app, [*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    before = msgspec.to_builtins(PolicyProfile.load(calibrated / POLICY_FILE))
+    assert told["policy"] == before["policy"]
+    assert [one["kl"][0] for one in told["tried"]] == pytest.approx([one["kl"][0] for one in before["tried"]], abs=1e-5)
+    assert run(app, [*arguments, "--seed", "1"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_an_engine_takes_the_profile_beside_the_weights(calibrated: Path):
+    profile = PolicyProfile.load(calibrated / POLICY_FILE)
+    engine = Engine(calibrated, num_pages=32)
+    assert str(engine.policy) == profile.policy or engine.policy.name == profile.policy
+    own, named = engine.generate(["the code of lamp is 42 .", Request("the code of lamp is 43 .", policy="naive")])
+    assert (own.report.profile, named.report.profile) == (profile.name, None)
+    assert Engine(calibrated, num_pages=32, policy="naive").profile is None
+
+
+def test_a_profile_of_another_checkpoint_is_refused_or_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = link_model(tmp_path / "model")
+    profile_of("0" * 64).save(model / POLICY_FILE)
+    engine = Engine(model, num_pages=8)
+    assert (engine.profile, engine.policy.name) == (None, Engine(MODEL_DIR, num_pages=8).policy.name)
+    assert "is not used: the policy profile was made for model 000000000000" in caplog.text
+    with pytest.raises(ValueError, match="the policy profile was made for model 000000000000, this one is"):
+        Engine(model, profile=model / POLICY_FILE)
+    with pytest.raises(ValueError, match="either a policy or a profile, got naive and"):
+        Engine(model, policy="naive", profile=model / POLICY_FILE)
+    (tmp_path / "bad.json").write_text('{"model": "m"}')
+    with pytest.raises(ValueError, match=r"bad.json is no policy profile: .*policy"):
+        Engine(model, profile=tmp_path / "bad.json")
+
+
+def test_a_profile_names_a_policy_that_exists():
+    with pytest.raises(ValueError, match="unknown policy 'magic'"):
+        profile_of("m", "magic")
+
+
+def test_passages_are_cut_at_white_space_and_of_any_text():
+    text = '{"key": "' + "x" * 2000 + '"} ' + " ".join(f"w{n}" for n in range(3000))
+    suite = make_own({"a": text, "b": "too short"})
+    [item, other] = suite.items(3, 1, Shape(512, 3))
+    for one in (item, other):
+        [ask] = one.phase_2
+        assert all(segment in text for segment in ask.segments[1:-1] if not segment.startswith("Part"))
+    with pytest.raises(ValueError, match=r"the texts have 0 passages of 522 characters, and 3 segments are wanted"):
+        make_own({"b": "too short"}).items(0, 1, Shape(512, 3))
+    with pytest.raises(ValueError, match="texts must hold some text"):
+        make_own({"a": " "})
+
+
+def trace_of(tmp_path: Path, texts: Sequence[str]) -> Path:
+    path = tmp_path / "trace.jsonl"
+    bodies = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    path.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    return path
+
+
+def test_texts_are_read_from_files_and_from_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rng = Random(0)
+    nouns = ["lamp", "bell", "door", "river"]
+    texts = [" ".join(f"the code of {rng.choice(nouns)} is {rng.randrange(99)} ." for _ in range(150)) for _ in "ab"]
+    trace = trace_of(tmp_path, [*texts, texts[0]])
+    assert sorted(read_messages([trace]).values()) == sorted(texts), "each once"
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(texts))
+    described = []
+    for source in (["--texts", str(file)], ["--trace", str(trace)]):
+        out, results = tmp_path / "p.json", tmp_path / source[0].strip("-")
+        arguments = ["calibrate", *SMALL, "--policies", "naive", *source, "-o", str(out), "--results", str(results)]
+        assert run(app, arguments) == 0, capsys.readouterr().err
+        described.append(PolicyProfile.load(out).texts)
+    assert described == ["text.txt", "messages of trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--texts", "nowhere.txt"], "nowhere.txt"),
+        (["--texts", "a", "--trace", "b"], "give either --texts or --trace, not both"),
+        (["--budget", "0"], "budget must be a share above 0, up to 1, got 0.0"),
+        (["--items", "1"], "items must be an integer of at least 2, got 1"),
+        (["--policies", "full;naive"], "policies must be others than full"),
+        (["--policies", "magic"], "unknown policy 'magic'"),
+        (["-o", "nowhere/p.json"], "there is no directory nowhere"),
+    ],
+)
+def test_what_calibrate_refuses_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    assert run(app, ["calibrate", "-o", str(tmp_path / "p.json"), "--results", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
