@@ -12,7 +12,7 @@ from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
-from kvgraft.engine.profiles import MAKE_MAP, load_head_map, load_policy_profile, load_stable_layers
+from kvgraft.engine.profiles import MAKE_MAP, choose_policy, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
 from kvgraft.engine.request import Event, Report, Request, RequestError, Result, check_shared
 from kvgraft.engine.sampling import Sampler, SamplingParams
@@ -28,7 +28,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.cost import EXACT_VALUE
 from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
@@ -122,18 +122,11 @@ class Engine:
         stable_layers: Sequence[int] | None = None,
         poison_dropped_pages: bool = False,
     ) -> None:
-        require_at_least("block_size", block_size, 1)
-        require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
-        require_at_least("max_depth", max_depth, 0)
-        require_amount("document_gib", document_gib)
-        if not (policy is None or profile is None):
-            raise ValueError(f"give either a policy or a profile, got {policy} and {profile}")
+        _check_sizes(block_size, max_prefill_tokens, max_depth, document_gib)
         model_dir = find_model(model_dir)
         self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
-        self.profile = load_policy_profile(profile, model_dir, config.identity) if policy is None else None
-        named = self.profile.policy if self.profile else DEFAULT_POLICY
-        self.policy = parse_policy(named if policy is None else policy)
+        self.policy, self.profile = choose_policy(policy, profile, model_dir, config)
         self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
@@ -337,6 +330,14 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
+
+
+def _check_sizes(block_size: int, max_prefill_tokens: int, max_depth: int, document_gib: float) -> None:
+    """Raise ValueError for one that cannot be."""
+    require_at_least("block_size", block_size, 1)
+    require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
+    require_at_least("max_depth", max_depth, 0)
+    require_amount("document_gib", document_gib)
 
 
 def _length(given: int | None, most: int) -> int:

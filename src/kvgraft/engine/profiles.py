@@ -7,6 +7,8 @@ from pathlib import Path
 from kvgraft.engine.config import ModelConfig
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
 from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.profile import POLICY_FILE, PolicyProfile
 
 logger = logging.getLogger("kvgraft")
@@ -27,6 +29,23 @@ def load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: M
         logger.warning("%s is not used: %s", beside, error)
         return None
     return head_map
+
+
+def choose_policy(
+    policy: str | Policy | None, profile: str | Path | None, model_dir: Path, config: ModelConfig
+) -> tuple[Policy, PolicyProfile | None]:
+    """The policy of requests that name none: the one that was given, or that a profile names, or the default one; and
+    that profile.
+
+    Raises:
+        FileNotFoundError, ValueError: it cannot be used, or both were given.
+    """
+    if policy is None:
+        found = load_policy_profile(profile, model_dir, config.identity)
+        return parse_policy(found.policy if found else DEFAULT_POLICY), found
+    if profile is not None:
+        raise ValueError(f"give either a policy or a profile, got {policy} and {profile}")
+    return parse_policy(policy), None
 
 
 def load_policy_profile(given: str | Path | None, model_dir: Path, identity: str) -> PolicyProfile | None:
