@@ -83,6 +83,7 @@ def test_heads_are_the_beginnings_of_what_moved_together():
     assert positions(plan.segment_starts(2)) == [1, 2, 6, 7, 12, 13]
     assert positions(plan.segment_starts(100)) == positions(plan.grafted)
     assert positions(plan.segment_starts(0)) == []
+    assert positions(plan.segment_starts(3, 0.4)) == [1, 2, 6, 7, 12, 13, 14], "two of five, two of four, three of six"
     together = Plan.for_prompt(20, 4, matches=[match(1, 4, source_start=3), match(5, 4, source_start=7)])
     assert positions(together.segment_starts(1)) == [1]  # two matches of one shift are one stretch
     assert positions(Plan.batch([Plan.for_prompt(3, 4), plan]).segment_starts(1)) == [4, 9, 15]

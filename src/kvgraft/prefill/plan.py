@@ -213,10 +213,12 @@ class Plan:
                 chosen[prompt.start + first : prompt.start + spans[-2].stop] = True
         return chosen
 
-    def segment_starts(self, tokens: int) -> Tensor:
-        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one)."""
-        before, _ = self._places
-        return self._at(self.graft_targets[before < tokens])
+    def segment_starts(self, tokens: int, share: float = 1.0) -> Tensor:
+        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one), at most a share of
+        the segment, rounded up."""
+        before, after = self._places
+        most = (share * (before + after + 1).double() - 1e-9).ceil()
+        return self._at(self.graft_targets[before < most.clamp(max=tokens)])
 
     def edges(self, tokens: int) -> Tensor:
         """bool [T]: the first and the last `tokens` grafted tokens of every segment."""

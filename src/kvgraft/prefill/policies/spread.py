@@ -34,14 +34,18 @@ class Spread(SelectsInRounds):
     name: ClassVar[str] = "spread"
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
+    start_share: float = 0.025  # of a segment, that these are at most
     score_layers: int | None = None  # over which attention is summed; None: `score_share` of all
-    score_share: float = 0.4  # of all layers, rounded up
-    hops: int = 0
+    score_share: float = 0.25  # of all layers, rounded up
+    recompute_share: float = 0.04
+    hops: int = 1
+    first_share: float = 0.75
     spread_share: float = 0.5  # of a change that is taken over
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("start_tokens", self.start_tokens, 0)
+        require_share("start_share", self.start_share)
         require_layers(self, "score_layers")
         require_share("spread_share", self.spread_share)
 
@@ -72,7 +76,7 @@ class Spread(SelectsInRounds):
                 scores += self.score(ctx, index, asking)
             return scores
 
-        return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens), score)
+        return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens, self.start_share), score)
 
 
 class Neighbours:
