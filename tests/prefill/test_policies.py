@@ -70,6 +70,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("transitive:hops=-1", "hops must be an integer of at least 0, got -1"),
         ("transitive:first_share=2", "first_share must be a share from 0 to 1, got 2"),
         ("spread:start_tokens=-1", "start_tokens must be an integer of at least 0, got -1"),
+        ("spread:start_share=2", "start_share must be a share from 0 to 1, got 2"),
         ("spread:spread_share=1.5", "spread_share must be a share from 0 to 1, got 1.5"),
         ("redknot:mass_share=2", "mass_share must be a share from 0 to 1, got 2"),
         ("redknot:last_mass_share=x", "last_mass_share must be a share from 0 to 1, got 'x'"),

@@ -214,8 +214,8 @@ class Plan:
         return chosen
 
     def segment_starts(self, tokens: int, share: float = 1.0) -> Tensor:
-        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one), at most a share of
-        the segment, rounded up."""
+        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one), or this share of
+        them, rounded up, if that is less."""
         before, after = self._places
         most = (share * (before + after + 1).double() - 1e-9).ceil()
         return self._at(self.graft_targets[before < most.clamp(max=tokens)])

@@ -53,11 +53,12 @@ class Spread(SelectsInRounds):
         """Graft everything, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
         plan = ctx.plan
         ctx.graft(range(ctx.num_layers))
-        chosen = self._choose(ctx)
+        copied = Copied(ctx)
+        chosen = self._choose(ctx, copied)
         near, hidden = Neighbours(plan, chosen), ctx.embed(plan.fresh | chosen)
         for index in range(ctx.num_layers):
             if near.where.any() and self.spread_share:
-                keys, values = ctx.keys(index, chosen), ctx.values(index, chosen)
+                keys, values = copied.of(index, chosen)
                 ctx.project(index, hidden)
                 keys, values = ctx.keys(index, chosen) - keys, ctx.values(index, chosen) - values
                 keys = ctx.turn(near.between(ctx.turn(keys, -plan.positions[chosen])), plan.positions[near.where])
@@ -65,18 +66,39 @@ class Spread(SelectsInRounds):
             hidden = ctx.layer(index, hidden)
         return hidden
 
-    def _choose(self, ctx: PrefillContext) -> Tensor:
-        """bool [T]: grafted tokens that are recomputed."""
+    def _choose(self, ctx: PrefillContext, copied: "Copied") -> Tensor:
+        """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
         layers = count_layers(self.score_layers, self.score_share, ctx.num_layers)
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
             hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
             for index in range(layers):
+                copied.keep(index, computed & ctx.plan.grafted)
                 hidden = ctx.layer(index, hidden)
                 scores += self.score(ctx, index, asking)
             return scores
 
         return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens, self.start_share), score)
+
+
+class Copied:
+    """KV as it was copied, of tokens that have been computed since."""
+
+    def __init__(self, ctx: PrefillContext) -> None:
+        self._ctx = ctx
+        self._kept: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by layer: which, keys, values
+
+    def keep(self, index: int, where: Tensor) -> None:
+        """Before the tokens in `where` bool [T] are computed in a layer, for the first time."""
+        kept = where, self._ctx.keys(index, where), self._ctx.values(index, where)
+        self._kept.setdefault(index, []).append(kept)
+
+    def of(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, Hkv, d] of the tokens in `where` bool [T]."""
+        keys, values = self._ctx.keys(index, where), self._ctx.values(index, where)
+        for kept, old_keys, old_values in self._kept.get(index, ()):
+            keys[kept[where]], values[kept[where]] = old_keys[where[kept]], old_values[where[kept]]
+        return keys, values
 
 
 class Neighbours:
