@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvgraft.evaluate import layers, plots, results, runner
 from kvgraft.evaluate.hosts import Host, open_host
+from kvgraft.evaluate.needles import fact_needle
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.tasks import PATTERNS, Pattern, find_suites
@@ -255,8 +256,8 @@ def _layers(arguments: argparse.Namespace) -> None:
         progress_bar(Console(stderr=True), "layers") as on_progress,
     ):
         engine = host.engine  # type: ignore[attr-defined]
-        found = layers.survey(engine, seeds, on_progress)
-        layers.draw(engine, arguments.seed, arguments.out)
+        found = layers.survey(engine, fact_needle, seeds, on_progress)
+        layers.draw(engine, fact_needle(arguments.seed), arguments.out)
     Console().print(layers.render(found))
 
 

@@ -6,6 +6,7 @@ import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
+from kvgraft.evaluate.needles import english_needle, fact_needle
 from kvgraft.evaluate.recording import Recorded
 from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Spread, Transitive
 from kvgraft.segments.prompt import Segment
@@ -68,7 +69,7 @@ def test_what_is_recorded_is_what_was_computed(engine: Engine):
 
 
 def test_layers_find_the_needle_by_attention_in_both_layouts(engine: Engine, tmp_path):
-    findings = find_needle(engine, seed=3)
+    findings = find_needle(engine, fact_needle(3))
     assert [(finding.signal, finding.layout) for finding in findings] == [
         ("KV deviation", "cue before the needle"),
         ("last-query attention", "cue before the needle"),
@@ -80,19 +81,30 @@ def test_layers_find_the_needle_by_attention_in_both_layouts(engine: Engine, tmp
         assert finding.found.any()
         assert finding.chosen.sum(1).max() < 0.05 * finding.chosen.shape[1]
     assert not findings[2].found[:1].any()  # nothing deviates by what comes later
-    draw(engine, 3, tmp_path)
+    draw(engine, fact_needle(3), tmp_path)
     for name in ("figure5_kv_deviation.png", "figure6_attention.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_needle_is_where_it_is_said_to_be(engine: Engine):
-    for finding in find_needle(engine, seed=4):
-        assert len(finding.needle) == 6  # words, which are tokens here: paint of THING is COLOUR .
+    for finding in find_needle(engine, fact_needle(4)):
+        assert len(finding.needle) == 6  # words, which are tokens here: the paint of THING is COLOUR
         assert 0 <= finding.needle.start < finding.needle.stop <= finding.chosen.shape[1]
 
 
+def test_a_needle_in_english_stands_in_documentation():
+    made = [english_needle(seed) for seed in range(6)]
+    for one in made:
+        assert one.needle in one.text
+        assert 1800 < len(one.text) < 2700
+        assert one.needle.split()[-3] in one.question
+        assert one.needle.split()[-1] not in one.cue + one.question
+    assert made == [english_needle(seed) for seed in range(6)]
+    assert len({one.before for one in made}) == 6
+
+
 def test_a_survey_counts_texts_and_names_the_probe(engine: Engine):
-    found = survey(engine, range(5, 8))
+    found = survey(engine, fact_needle, range(5, 8))
     assert found.texts == 3
     assert {signal for signal, _ in found.found} == {ATTENTION, DEVIATION}
     assert all(shares.shape == (8,) and shares.max() <= 1 for shares in found.found.values())

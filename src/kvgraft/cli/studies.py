@@ -101,6 +101,9 @@ def layers(
     texts: Annotated[int, typer.Option(help="Texts with a needle.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Directory for pictures of the first text.")] = None,
     seed: Annotated[int, typer.Option(help="Of the first text.")] = 0,
+    english: Annotated[
+        bool | None, typer.Option(help="Texts in English.", show_default="for any model but the bundled one")
+    ] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
@@ -108,14 +111,16 @@ def layers(
 ) -> None:
     """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of `transitive`."""
     from kvgraft.evaluate import layers as finding
+    from kvgraft.evaluate.needles import english_needle, fact_needle
 
     if texts < 1:
         raise ValueError(f"texts must be at least 1, got {texts}")
+    make = english_needle if english or (english is None and model != MODEL_DIR) else fact_needle
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "reading") as on_progress:
-        survey = finding.survey(engine, range(seed, seed + texts), on_progress)
+        survey = finding.survey(engine, make, range(seed, seed + texts), on_progress)
     if out is not None:
-        finding.draw(engine, seed, out)
+        finding.draw(engine, make(seed), out)
     if as_json:
         shares = [
             {"signal": signal, "layout": layout, "found": shares.tolist()}

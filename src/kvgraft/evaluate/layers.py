@@ -5,7 +5,6 @@ The first layer whose attention finds it is the `probe` of the policy `transitiv
 
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import torch
@@ -18,13 +17,12 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.metrics import kv_deviation
+from kvgraft.evaluate.needles import NeedleMaker, NeedleText
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.recording import Record, Recorded
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive
 from kvgraft.segments.prompt import Part, Segment
-from kvgraft.testbed import tasks
-from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 
 TOP_SHARE = 0.03  # of the tokens, that a layer holds for the most important
 ENOUGH = 0.75  # of the needles that the best layer finds
@@ -60,23 +58,23 @@ class Survey:
         return int((worst >= ENOUGH * worst.max()).nonzero()[0][0])
 
 
-def survey(engine: Engine, seeds: range, on_progress: OnProgress | None = None) -> Survey:
+def survey(engine: Engine, make: NeedleMaker, seeds: range, on_progress: OnProgress | None = None) -> Survey:
     """One text for each seed."""
     hits: dict[tuple[str, str], list[np.ndarray]] = {}
     for done, seed in enumerate(seeds, 1):
-        for finding in find_needle(engine, seed=seed):
+        for finding in find_needle(engine, make(seed)):
             hits.setdefault((finding.signal, finding.layout), []).append(finding.found)
         if on_progress is not None:
             on_progress(done, len(seeds))
     return Survey({key: np.mean(found, axis=0) for key, found in hits.items()}, len(seeds))
 
 
-def draw(engine: Engine, seed: int, directory: Path) -> None:
+def draw(engine: Engine, made: NeedleText, directory: Path) -> None:
     """Figures 5 and 6 of one text."""
     from kvgraft.evaluate.plots import write_layers  # matplotlib takes a second to load
 
     directory.mkdir(parents=True, exist_ok=True)
-    drawn = find_needle(engine, seed=seed)
+    drawn = find_needle(engine, made)
     for name, signal in (("figure5_kv_deviation", DEVIATION), ("figure6_attention", ATTENTION)):
         panels = [(f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal]
         write_layers(panels, directory / f"{name}.png")
@@ -97,27 +95,19 @@ def render(found: Survey) -> RenderableType:
     )
 
 
-def find_needle(engine: Engine, *, seed: int = 0, num_tokens: int = 600) -> list[Finding]:
-    """A needle whose meaning an instruction gives (`the paint of lamp is grey`, `note grey means 51`), in a text that
-    was read without that instruction; the cue (the instruction) stands before the text, or behind it."""
-    rng = Random(seed)  # noqa: S311
-    colours = ["grey", "violet", "teal"]
-    [text] = make_documents(rng, Facts(glossary=1, needle=3), orders=[(0,)], num_tokens=num_tokens, colours=colours)
-    notes = make_glossary(rng, colours, len(colours))
-    [question] = [q for q in tasks.read((notes, text)) if q.task == "glossary"]
-    words = text.split()
-    fact = ["paint", "of", tasks.key_of(question), "is"]
-    start = next(i for i in range(len(words)) if words[i : i + 4] == fact)
+def find_needle(engine: Engine, made: NeedleText) -> list[Finding]:
+    """Where layers look for a needle in a text that was read without the cue; the cue stands before the text, or behind
+    it."""
 
     def count(piece: str) -> int:
         return len(engine.tokenizer.encode(piece, add_special_tokens=False))
 
-    layouts = {"cue before the needle": (notes, text), "cue after the needle": ("", text, notes)}
+    layouts = {"cue before the needle": (made.cue, made.text), "cue after the needle": ("", made.text, made.cue)}
     findings = []
     for layout, parts in layouts.items():
-        before = count(f"{parts[0]}\n") if parts[0] else 0
-        needle = range(before + count(" ".join(words[: start - 1])), before + count(" ".join(words[: start + 5])))
-        naive, full = _records(engine, parts, text, question.text)
+        first = count(f"{parts[0]}\n") if parts[0] else 0
+        needle = range(first + count(made.before.rstrip()), first + count(made.before + made.needle))
+        naive, full = _records(engine, parts, made.text, made.question)
         deviation = _deviation(naive, full)
         attention = torch.stack([full.scores[index] for index in sorted(full.scores)])
         for signal, scores in ((DEVIATION, deviation), (ATTENTION, attention)):
