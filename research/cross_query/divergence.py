@@ -138,7 +138,7 @@ class _Meter:
             result = run_episode(self._answer, episode)
             for step, (one, found) in enumerate(zip(result.steps, self._found, strict=True)):
                 seen, truth, answer, proposals, known, covered = found
-                segments = _segments(seen, truth, halo)
+                segments = moved_segments(seen, truth, halo)
                 judged = tuple(_judged(proposal, segments) for proposal in proposals)
                 (kl, agrees), (trusting, so_trusting) = _last(seen, truth[-1])
                 yield DivergenceRow(
@@ -170,7 +170,7 @@ def _last(seen: Seen, truth: Tensor) -> Iterator[tuple[float, bool]]:
     return zip(kl_divergence(truth.expand_as(ours), ours).tolist(), agree.tolist(), strict=True)
 
 
-def _segments(seen: Seen, truth: Tensor, halo: int) -> tuple[MovedSegment, ...]:
+def moved_segments(seen: Seen, truth: Tensor, halo: int) -> tuple[MovedSegment, ...]:
     """All segments of a prompt; `truth` [n + 1, V] is of their boundary tokens and the last token."""
     if seen.plan is None or not seen.edges.any():
         return ()
