@@ -53,7 +53,7 @@ def main(
     out: Path = Path("results/cross_query_real_text.json"),
 ) -> None:
     """Measure, print, and write every prompt."""
-    engine = Engine(find_model(model), dtype="float32", policies=["similar"], continuation=False)
+    engine = Engine(find_model(model, fetch=True), dtype="float32", policies=["similar"], continuation=False)
     chat, rng = find_chat(engine.tokenizer), Random(seed)  # noqa: S311
     [suite] = find_suites("docs")
     made = suite.items(seed, -(-items // len(suite.tasks)), Shape(LENGTH, SEGMENTS, ("instruction",)))[:items]

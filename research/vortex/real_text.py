@@ -30,8 +30,8 @@ from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.models import find_model
 
 ROWS, CONFIG = "rows.jsonl", "config.json"
-CHANNELS = Path(__file__).with_name("channels.py")
-NAMED = ("block_topk", "quest", "double_sparse", "nsa", "streaming", "h2o")
+CHANNELS = "research/vortex/channels.py"
+NAMED = ("block_topk", "quest", "double_sparse", "nsa_block_topk", "streaming", "h2o")
 GROUPS = 8  # of the channels of a head; with RoPE by halves, group g turns with g + 4
 MASKS = ("0+4", "1+5", "2+6", "3+7", "0+1+4+5", "2+3+6+7")
 
@@ -48,11 +48,11 @@ class FlowDistance(msgspec.Struct, frozen=True):
 def default_flows(k: int) -> list[str]:
     """The named ones, and two of them with groups of channels masked."""
     masked = [
-        f"{CHANNELS}:{name}:groups={GROUPS},masked={mask},k={k}"
+        f"{CHANNELS}:{name}:groups={GROUPS},masked={mask},topk_blocks={k}"
         for name in ("channel_topk", "channel_quest")
         for mask in MASKS
     ]
-    return [DENSE, *(f"{name}:k={k}" for name in NAMED), *masked]
+    return [DENSE, *(f"{name}:topk_blocks={k}" for name in NAMED), *masked]
 
 
 def measure(engine: Engine, flows: Sequence[str], length: int, items: int, seed: int) -> Iterator[FlowDistance]:
@@ -95,7 +95,7 @@ def main(
 ) -> None:
     """Measure what the directory does not hold yet, and print means with 95 % intervals."""
     chosen = flows.split(";") if flows else default_flows(k)
-    engine = Engine(find_model(model), dtype="float32", continuation=False)
+    engine = Engine(find_model(model, fetch=True), dtype="float32", continuation=False)
     wanted = [int(length) for length in lengths.split(",")]
     settings = {"model": engine.config.identity, "items": items, "seed": seed, "flows": chosen}
     for length in wanted:

@@ -32,7 +32,7 @@ def test_changes_are_interpolated_within_each_segment_and_never_across(data: st.
     plan = Plan.for_prompt(start + 1, 4, matches=matches)
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=start + 1, max_size=start + 1))) & plan.grafted
     changes = torch.randn(int(chosen.sum()), 2, 3)
-    near = Neighbours(plan, chosen)
+    near = Neighbours(plan, chosen, chosen)
     found = torch.zeros(start + 1, 2, 3)
     found[near.where] = near.between(changes)
     for match in matches:
@@ -68,26 +68,41 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
     """In the second layer: keys and values of the first hang on the token alone, so that nothing changes there."""
     (_, copied), (_, apart), (_, spread) = (
         ask(engine, policy)
-        for policy in (Naive(), Spread(start_share=1.0, spread_share=0.0), Spread(start_share=1.0, spread_share=0.7))
+        for policy in (
+            Naive(),
+            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.0),
+            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.7),
+        )
     )
     plan, chosen = apart.plan, apart.computed[-1] & apart.plan.grafted
     assert torch.equal(spread.computed[-1] & spread.plan.grafted, chosen)
     assert 20 < int(chosen.sum()) < int(plan.grafted.sum()) / 2
     torch.testing.assert_close(spread.keys[0], apart.keys[0], atol=1e-5, rtol=0)
-    near = Neighbours(plan, chosen)
+    telling = chosen & ~plan.segment_starts(8)
+    assert int(plan.segments[telling].bincount().min()) >= 3
+    near = Neighbours(plan, telling, chosen)
     assert torch.equal(near.where, plan.grafted & ~chosen)
     rope = engine.config.rope
 
     def expected(values: torch.Tensor) -> torch.Tensor:
         return 0.7 * near.between(values)
 
-    still = rotate(apart.keys[1, chosen] - copied.keys[1, chosen], *rope.table(-plan.positions[chosen]))
+    still = rotate(apart.keys[1, telling] - copied.keys[1, telling], *rope.table(-plan.positions[telling]))
     keys = copied.keys[1, near.where] + rotate(expected(still), *rope.table(plan.positions[near.where]))
-    values = copied.values[1, near.where] + expected(apart.values[1, chosen] - copied.values[1, chosen])
+    values = copied.values[1, near.where] + expected(apart.values[1, telling] - copied.values[1, telling])
     torch.testing.assert_close(spread.keys[1, near.where], keys, atol=1e-4, rtol=0)
     torch.testing.assert_close(spread.values[1, near.where], values, atol=1e-4, rtol=0)
     assert (spread.keys[1] - apart.keys[1])[near.where].abs().max() > 0.005
     torch.testing.assert_close(spread.keys[1, ~near.where], apart.keys[1, ~near.where], atol=1e-4, rtol=0)
+
+
+def test_the_first_tokens_of_a_segment_tell_nothing_of_the_others(engine: Engine):
+    """An edit before them changes them in ways of its own."""
+    (_, apart), (_, spread) = (
+        ask(engine, Spread(start_share=1.0, recompute_share=0.0, spread_share=share)) for share in (0.0, 1.0)
+    )
+    assert int((apart.computed[-1] & apart.plan.grafted).sum()) == 16
+    torch.testing.assert_close(spread.keys, apart.keys, atol=1e-5, rtol=0)
 
 
 def test_kv_that_is_nearer_to_full_prefill(engine: Engine):
@@ -97,7 +112,9 @@ def test_kv_that_is_nearer_to_full_prefill(engine: Engine):
     everything = Recorded(Spread(recompute_share=1.0), keep_cache=True)
     engine.generate([Request(prompt, everything, sampling, remember=False)])
     truth = everything.record
-    (_, apart), (_, spread) = (ask(engine, Spread(start_share=1.0, spread_share=share)) for share in (0.0, 0.5))
+    (_, apart), (_, spread) = (
+        ask(engine, Spread(start_share=1.0, recompute_share=0.1, spread_share=share)) for share in (0.0, 0.5)
+    )
     rest = apart.plan.grafted & ~apart.computed[-1]
 
     def deviation(record: Record) -> float:

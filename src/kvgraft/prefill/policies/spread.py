@@ -11,6 +11,8 @@ from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
 
+FEWEST_TELLING = 3  # recomputed tokens of a segment that tell how the others have changed
+
 
 @dataclass(frozen=True)
 class Spread(SelectsInRounds):
@@ -21,7 +23,8 @@ class Spread(SelectsInRounds):
     have in common: the mean over a segment explains 30 to 50 % of the squared change of keys before RoPE on a real
     model, and a few tokens tell it. So in every layer the differences between new and cached keys and values of the
     recomputed tokens are interpolated along the segment, keys turned to where they are added (`spread_share` of them:
-    what is interpolated is not certain). No tokens are computed for that.
+    what is interpolated is not certain). No tokens are computed for that. The first tokens of a segment tell nothing of
+    the others, since what is new before them, as an edit, changes them in ways of its own; nor do one or two tokens.
 
     The tokens are chosen as `transitive` does, with three differences: the first tokens of each segment, which were
     attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose; and the
@@ -38,8 +41,7 @@ class Spread(SelectsInRounds):
     score_layers: int | None = None  # over which attention is summed; None: `score_share` of all
     score_share: float = 0.25  # of all layers, rounded up
     recompute_share: float = 0.04
-    hops: int = 1
-    first_share: float = 0.75
+    first_share: float = 0.6
     spread_share: float = 0.5  # of a change that is taken over
 
     def __post_init__(self) -> None:
@@ -55,13 +57,14 @@ class Spread(SelectsInRounds):
         ctx.graft(range(ctx.num_layers))
         copied = Copied(ctx)
         chosen = self._choose(ctx, copied)
-        near, hidden = Neighbours(plan, chosen), ctx.embed(plan.fresh | chosen)
+        telling = self._telling(plan, chosen)
+        near, hidden = Neighbours(plan, telling, chosen), ctx.embed(plan.fresh | chosen)
         for index in range(ctx.num_layers):
             if near.where.any() and self.spread_share:
-                keys, values = copied.of(index, chosen)
+                keys, values = copied.of(index, telling)
                 ctx.project(index, hidden)
-                keys, values = ctx.keys(index, chosen) - keys, ctx.values(index, chosen) - values
-                keys = ctx.turn(near.between(ctx.turn(keys, -plan.positions[chosen])), plan.positions[near.where])
+                keys, values = ctx.keys(index, telling) - keys, ctx.values(index, telling) - values
+                keys = ctx.turn(near.between(ctx.turn(keys, -plan.positions[telling])), plan.positions[near.where])
                 ctx.add(index, near.where, self.spread_share * keys, self.spread_share * near.between(values))
             hidden = ctx.layer(index, hidden)
         return hidden
@@ -79,6 +82,12 @@ class Spread(SelectsInRounds):
             return scores
 
         return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens, self.start_share), score)
+
+    def _telling(self, plan: Plan, chosen: Tensor) -> Tensor:
+        """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""
+        telling = chosen & plan.grafted & ~plan.segment_starts(self.start_tokens)
+        few = plan.segments[telling].bincount(minlength=plan.num_tokens) < FEWEST_TELLING
+        return telling & ~few[plan.segments]
 
 
 class Copied:
@@ -102,15 +111,19 @@ class Copied:
 
 
 class Neighbours:
-    """The recomputed tokens next to each other token of a segment.
+    """The telling tokens next to each other token of a segment.
+
+    Args:
+        telling: bool [T], recomputed tokens whose changes are spread.
+        chosen: bool [T], all that are recomputed.
 
     Attributes:
-        where: bool [T], grafted tokens of segments that have recomputed ones, without these.
+        where: bool [T], grafted tokens of segments that have telling ones, without those that are recomputed.
     """
 
-    def __init__(self, plan: Plan, chosen: Tensor) -> None:
+    def __init__(self, plan: Plan, telling: Tensor, chosen: Tensor) -> None:
         segments, places = plan.segments, torch.arange(plan.num_tokens)
-        some = chosen.nonzero()[:, 0]  # [c]
+        some = telling.nonzero()[:, 0]  # [c]
         self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
         rest = places[self.where]  # [n]
         after = torch.searchsorted(some, rest)
@@ -121,6 +134,6 @@ class Neighbours:
         self._sides, self._weights = sides, weights / weights.sum(0)
 
     def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, Hkv, d] of the recomputed tokens, interpolated linearly at the others: [n, Hkv, d]."""
+        """Changes [c, Hkv, d] of the telling tokens, interpolated linearly at the others: [n, Hkv, d]."""
         sides, weights = self._sides.to(changes.device), self._weights.to(changes)[..., None, None]
         return weights[0] * changes[sides[0]] + weights[1] * changes[sides[1]]
