@@ -118,11 +118,13 @@ LEGEND = (
 
 def render(rows: Sequence[EvalRow]) -> RenderableType:
     """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
-    overview = overview_table(summarise(rows, "all"))
+    summaries = summarise(rows, "all")
+    overview = overview_table(summaries)
     left_out: tuple[str, ...] = (
         "95 %", "beyond full", "F1", "EM", "TTFT ms", "KL", "top-1", "KL 95 %", "log-lik.", "/ noise 95 %",
     )  # fmt: skip
     left_out += () if any(row.policy == ORDER_NOISE for row in rows) else ("/ noise",)
+    left_out += () if any(summary.kept < 1 for summary in summaries) else ("kept", "KV MiB")
     kept = [place for place, name in enumerate(overview[0]) if name not in left_out]
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
     for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
