@@ -128,7 +128,7 @@ def test_kv_that_is_exact_cannot_be_changed(engine: Engine):
         def recover(self, ctx):  # type: ignore[no-untyped-def]
             ctx.graft(range(ctx.num_layers))
             fresh = ctx.plan.fresh
-            ctx.add(0, fresh, ctx.keys(0, fresh), ctx.values(0, fresh))
+            ctx.add(0, fresh, *ctx.kv(0, fresh))
 
     prompt = ["read : ", Segment(TEXT), " question : note of bell ? answer :"]
     with pytest.raises(ValueError, match="only the KV of grafted tokens may be changed"):

@@ -57,10 +57,10 @@ class Amended(Policy):
         positions = ctx.plan.positions[grafted]
         for layer in range(ctx.num_layers):
             hidden = ctx.layer(layer, hidden)
-            keys, values = ctx.keys(layer, grafted), ctx.values(layer, grafted)
+            computed = ctx.kv(layer, grafted)
             ctx.graft(range(layer, layer + 1))
-            keys, values = keys - ctx.keys(layer, grafted), values - ctx.values(layer, grafted)
-            ctx.add(layer, grafted, ctx.turn(ctx.turn(keys, -positions), positions), values)
+            keys, values = (new - old for new, old in zip(computed, ctx.kv(layer, grafted), strict=True))
+            ctx.add(layer, grafted, ctx.turning(positions)(ctx.turning(-positions)(keys)), values)
         return hidden
 
 

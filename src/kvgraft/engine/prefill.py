@@ -142,10 +142,10 @@ class NativePrefill(PagedPrefill):
         return super().scores(index, queries, reduction)
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._cache.read(index, slots)[0]
+        return self._cache.read_keys(index, slots)
 
-    def _values_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._cache.read(index, slots)[1]
+    def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cache.read(index, slots)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         old_keys, old_values = self._cache.read(index, slots)

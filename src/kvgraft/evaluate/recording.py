@@ -89,8 +89,8 @@ class Recorded(Wrapped):
         if self.keep_cache:
             everything = torch.ones(ctx.plan.num_tokens, dtype=torch.bool)
             layers = range(ctx.num_layers)
-            record.keys = torch.stack([ctx.keys(index, everything).float().cpu() for index in layers])
-            record.values = torch.stack([ctx.values(index, everything).float().cpu() for index in layers])
+            kept = zip(*(ctx.kv(index, everything) for index in layers), strict=True)
+            record.keys, record.values = (torch.stack(part).float().cpu() for part in kept)
         return hidden
 
 
@@ -136,11 +136,11 @@ class Recording(PrefillContext):
     def keys(self, index: int, where: Tensor) -> Tensor:
         return self._inner.keys(index, where)
 
-    def values(self, index: int, where: Tensor) -> Tensor:
-        return self._inner.values(index, where)
+    def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        return self._inner.kv(index, where)
 
-    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
-        return self._inner.turn(keys, shifts)
+    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
+        return self._inner.turning(shifts)
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         self._inner.add(index, where, keys, values)

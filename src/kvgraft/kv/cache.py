@@ -68,12 +68,18 @@ class KVCache:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
-        shape = (slots.shape[1], len(self.layout.layers[layer].streams), self.keys.shape[-1])
-        parts = [pool.new_empty(shape) for pool in self.pools]
-        for head_set in self.layout.layers[layer].every:
-            for pool, part in zip(self.pools, parts, strict=True):
-                part[:, head_set.heads] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+        parts = [self._gather(pool, layer, slots) for pool in self.pools]
         return parts[0], parts[-1]
+
+    def read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Only the keys."""
+        return self._gather(self.keys, layer, slots)
+
+    def _gather(self, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+        part = pool.new_empty(slots.shape[1], len(self.layout.layers[layer].streams), pool.shape[-1])
+        for head_set in self.layout.layers[layer].every:
+            part[:, head_set.heads] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+        return part
 
     def require_residuals(self, layers: Iterable[int]) -> None:
         """Raise ValueError unless the residual stream that enters these layers is kept."""

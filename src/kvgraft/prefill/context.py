@@ -6,7 +6,7 @@ A policy never sees block tables, cache layouts or model classes. A host (the na
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
@@ -109,12 +109,12 @@ class PrefillContext(ABC):
         """The cache as it stands, rotated keys of the tokens in `where`: [n, Hkv, d]."""
 
     @abstractmethod
-    def values(self, index: int, where: Tensor) -> Tensor:
-        """The cache as it stands, values of the tokens in `where`: [n, Hkv, d]."""
+    def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with the values: [n, Hkv, d] each."""
 
-    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
-        """Rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64 [n] further on
-        (delta-RoPE, SparseX 3.1). Not every host has it."""
+    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
+        """What gives rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64 [n] further
+        on (delta-RoPE, SparseX 3.1). Not every host has it."""
         raise NotImplementedError("this host turns no keys")
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ class PagedPrefill(PrefillContext):
         """Add keys and values [n, Hkv, d] to those in these slots [..., n]."""
 
     @abstractmethod
-    def _values_at(self, index: int, slots: Tensor) -> Tensor:
-        """Values in these slots [..., n]: [n, Hkv, d]."""
+    def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with the values: [n, Hkv, d] each."""
 
     def query(self) -> Tensor:
         return self._last_query()[2]
@@ -60,11 +61,12 @@ class PagedPrefill(PrefillContext):
     def keys(self, index: int, where: Tensor) -> Tensor:
         return self._keys_at(index, self._slots_of(where))
 
-    def values(self, index: int, where: Tensor) -> Tensor:
-        return self._values_at(index, self._slots_of(where))
+    def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kv_at(index, self._slots_of(where))
 
-    def turn(self, keys: Tensor, shifts: Tensor) -> Tensor:
-        return rotate(keys, *self._rope.table(shifts.to(keys.device)))
+    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
+        cos, sin = self._rope.table(shifts.to(self._slots[0].device))
+        return partial(rotate, cos=cos, sin=sin)
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         if bool((where & ~self.plan.grafted).any()):

@@ -120,8 +120,8 @@ class VllmPrefill(PagedPrefill):
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[0]
 
-    def _values_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._host.read(index, slots)[1]
+    def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self._host.read(index, slots)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for part in torch.arange(slots.numel(), device=slots.device).split(ALIGN_TOKENS):

@@ -36,9 +36,9 @@ class CacheBlend(Policy):
         deep = range(check, ctx.num_layers)
         ctx.graft(deep)
         hidden = ctx.run(range(check), ctx.embed(plan.active))
-        cached = ctx.keys(check, plan.grafted), ctx.values(check, plan.grafted)
+        cached = ctx.kv(check, plan.grafted)
         ctx.project(check, hidden)
-        computed = ctx.keys(check, plan.grafted), ctx.values(check, plan.grafted)
+        computed = ctx.kv(check, plan.grafted)
         deviation = torch.zeros(plan.num_tokens)
         for old, new in zip(cached, computed, strict=True):
             deviation[plan.grafted] += (new.float() - old.float()).square().sum((1, 2)).cpu()

@@ -59,13 +59,16 @@ class Spread(SelectsInRounds):
         chosen = self._choose(ctx, copied)
         telling = self._telling(plan, chosen)
         near, hidden = Neighbours(plan, telling, chosen), ctx.embed(plan.fresh | chosen)
+        back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
+        spreads = bool(near.where.any()) and self.spread_share > 0
         for index in range(ctx.num_layers):
-            if near.where.any() and self.spread_share:
-                keys, values = copied.of(index, telling)
+            if spreads:
+                old = copied.of(index, telling)
                 ctx.project(index, hidden)
-                keys, values = ctx.keys(index, telling) - keys, ctx.values(index, telling) - values
-                keys = ctx.turn(near.between(ctx.turn(keys, -plan.positions[telling])), plan.positions[near.where])
-                ctx.add(index, near.where, self.spread_share * keys, self.spread_share * near.between(values))
+                keys, values = (
+                    self.spread_share * (new - known) for new, known in zip(ctx.kv(index, telling), old, strict=True)
+                )
+                ctx.add(index, near.where, forth(near.between(back(keys))), near.between(values))
             hidden = ctx.layer(index, hidden)
         return hidden
 
@@ -99,12 +102,12 @@ class Copied:
 
     def keep(self, index: int, where: Tensor) -> None:
         """Before the tokens in `where` bool [T] are computed in a layer, for the first time."""
-        kept = where, self._ctx.keys(index, where), self._ctx.values(index, where)
+        kept = where, *self._ctx.kv(index, where)
         self._kept.setdefault(index, []).append(kept)
 
     def of(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, d] of the tokens in `where` bool [T]."""
-        keys, values = self._ctx.keys(index, where), self._ctx.values(index, where)
+        keys, values = self._ctx.kv(index, where)
         for kept, old_keys, old_values in self._kept.get(index, ()):
             keys[kept[where]], values[kept[where]] = old_keys[where[kept]], old_values[where[kept]]
         return keys, values
@@ -131,9 +134,9 @@ class Neighbours:
         same = segments[some][sides] == segments[rest]
         distances = (some[sides] - rest).abs().float()
         weights = torch.where(same, 1 / distances, 0.0)
-        self._sides, self._weights = sides, weights / weights.sum(0)
+        self._sides, self._weight = sides, weights[1] / weights.sum(0)  # of the one behind
 
     def between(self, changes: Tensor) -> Tensor:
         """Changes [c, Hkv, d] of the telling tokens, interpolated linearly at the others: [n, Hkv, d]."""
-        sides, weights = self._sides.to(changes.device), self._weights.to(changes)[..., None, None]
-        return weights[0] * changes[sides[0]] + weights[1] * changes[sides[1]]
+        before, behind = changes[self._sides.to(changes.device)]
+        return torch.lerp(before, behind, self._weight.to(changes)[:, None, None])
