@@ -102,6 +102,13 @@ def test_an_engine_takes_the_profile_beside_the_weights(calibrated: Path):
     assert Engine(calibrated, num_pages=32, policy="naive").profile is None
 
 
+def test_the_command_line_takes_it_too(calibrated: Path, capsys: pytest.CaptureFixture[str]):
+    for options, named in (([], True), (["--policy", "naive"], False)):
+        asked = ["generate", "question : code of lamp ?", "--model", str(calibrated), "--max-tokens", "1", "--json"]
+        assert run(app, [*asked, *options]) == 0
+        assert (json.loads(capsys.readouterr().out)["report"]["profile"] is not None) == named
+
+
 def test_a_profile_of_another_checkpoint_is_refused_or_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = link_model(tmp_path / "model")
     profile_of("0" * 64).save(model / POLICY_FILE)

@@ -43,8 +43,12 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     model: ModelOption = MODEL_DIR,
     policy: Annotated[
-        str, typer.Option(help="transitive, sparsex:recompute_share=0.2,boundary_layers=1, full, ...")
-    ] = DEFAULT_POLICY,
+        str | None,
+        typer.Option(
+            help="transitive, sparsex:recompute_share=0.2,boundary_layers=1, full, ...",
+            show_default=f"of the model's profile, or {DEFAULT_POLICY}",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
@@ -68,13 +72,13 @@ def generate(
 
     if (prompt is None) == (file is None):
         raise ValueError("give either a prompt or --file")
-    parse_policy(policy)
+    policies = () if policy is None else (str(parse_policy(policy)),)
     text = prompt if prompt is not None else _read_text(file)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_document(path) for path in read or []]
     text = _behind(known, text)
     settings = {"head_map": head_map, "head_paging": head_paging, "store": _store_options(store, store_gib)}
-    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=(policy,), **settings) as engine:
+    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies, **settings) as engine:
         if chat:
             text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
         num_restored = _read_first(engine, known, namespace)

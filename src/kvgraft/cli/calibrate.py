@@ -62,7 +62,7 @@ def calibrate(
     found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
     named = [one.strip() for one in policies.split(";") if one.strip()] if policies else calibration.CANDIDATES
     settings = calibration.CalibrationSettings(found, described, named, items, length, segments, budget, seed)
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
     with progress_bar(progress_console, "calibrating") as on_progress:
         profile = calibration.calibrate(engine, settings, results, on_progress)
     profile.save(out)

@@ -37,7 +37,7 @@ def demo(
     items: Annotated[int | None, typer.Option(help="Items per scenario, four prompts each.", show_default="8")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex, transitive; texts: transitive"),
+        typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex, transitive; texts: as generate"),
     ] = None,
     serve: Annotated[
         bool | None,
@@ -57,7 +57,8 @@ def demo(
         for flag, value in (("--seed", seed), ("--items", items), ("--serve", serve)):
             if value is not None:
                 raise ValueError(f"{flag} is about the scenarios: a model with a chat template is asked about texts")
-        _show_texts(engine, ("full", *(policy or [DEFAULT_POLICY])), as_json)
+        named = engine.profile.policy if engine.profile else DEFAULT_POLICY
+        _show_texts(engine, ("full", *(policy or [named])), as_json)
         return
     _show_scenarios(engine, policies, seed or 0, 8 if items is None else items, serve, as_json)
 

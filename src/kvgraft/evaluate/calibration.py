@@ -90,7 +90,8 @@ def calibrate(
     """
     host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
     choosing = run(settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress)
-    tried = tuple(_measured(one) for one in summarise(choosing, "all") if one.policy != "full")
+    full, *others = summarise(choosing, "all")
+    tried = tuple(map(_measured, others))
     chosen = choose(tried, settings.budget)
     checking = run(settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress)
     found = {one.policy: one for one in summarise(checking, "all")}
@@ -100,7 +101,7 @@ def calibrate(
         expected=_measured(found[chosen.policy]),
         order_noise=_interval(found[ORDER_NOISE].answer_kl),
         texts=settings.described,
-        prompts=settings.items,
+        prompts=full.prompts,
         tokens=settings.length,
         tried=tried,
         far_mass=_far_mass(engine, list(settings.texts.values())),
