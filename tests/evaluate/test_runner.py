@@ -112,7 +112,7 @@ def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[EvalRow], tmp_
 def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: Path):
     runner.run(SETTINGS, host, tmp_path)
     other = EvalSettings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)
-    with pytest.raises(ValueError, match=r"other settings \(patterns was .* policies was .*: choose another --out"):
+    with pytest.raises(ValueError, match=r"other settings \(patterns was .* policies was .*: choose another directory"):
         runner.run(other, host, tmp_path)
 
 

@@ -29,10 +29,10 @@ CANDIDATES = (
     "sparsex:boundary_share=0.25",
     "transitive:recompute_share=0.04",
     "transitive:recompute_share=0.08",
-    "spread:recompute_share=0.03,score_share=0.2",
-    "spread:start_tokens=4,recompute_share=0.04,score_share=0.25,hops=1",
+    "spread:recompute_share=0.02",
     "spread",
-    "spread:recompute_share=0.1",
+    "spread:score_share=0.4",
+    "spread:recompute_share=0.08",
 )
 BUDGET = 0.15  # of full's floating-point operations
 CHOOSING, CHECKING = "choosing", "checking"  # directories of the two evaluations

@@ -37,4 +37,4 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     found = json.loads(path.read_text())
     if differing := [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]:
         changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
-        raise ValueError(f"{path.parent} holds an evaluation with other settings ({changes}): choose another --out")
+        raise ValueError(f"{path.parent} holds an evaluation with other settings ({changes}): choose another directory")

@@ -45,7 +45,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     assert (tmp_path / ROWS).read_bytes().startswith(whole[: whole[:-40].rfind(b"\n") + 1])
     more = run(settings("none,similar,prefix"), MODEL_DIR, tmp_path, dtype="float32")
     assert len(more) == len(rows) + 2 == len(read_rows(tmp_path))
-    with pytest.raises(ValueError, match=r"other settings \(num_pages was 512, is 640\): choose another --out"):
+    with pytest.raises(ValueError, match=r"other settings \(num_pages was 512, is 640\): choose another directory"):
         run(settings("none", num_pages=640), MODEL_DIR, tmp_path, dtype="float32")
 
 

@@ -9,6 +9,7 @@ Nobody knows the right answers (the next words are what is expected): these are 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from hashlib import sha256
 from random import Random
 
 from kvgraft.evaluate.tasks.items import Ask, Item, Pattern, Shape, Suite
@@ -31,7 +32,8 @@ def make_own(texts: Mapping[str, str], split: str = "all") -> Suite:
     if not any(map(str.strip, texts.values())):
         raise ValueError("texts must hold some text")
     tasks = ("continuation", "beginning")
-    description = f"{len(texts)} texts{of_split(check_split(split))}"
+    digest = sha256("\0".join(texts.values()).encode()).hexdigest()[:8]
+    description = f"{len(texts)} texts of SHA-256 {digest}{of_split(check_split(split))}"
     return Suite("own", description, tasks, partial(_write, texts, split), real_text=True)
 
 

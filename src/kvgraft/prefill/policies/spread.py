@@ -59,16 +59,15 @@ class Spread(SelectsInRounds):
         chosen = self._choose(ctx, copied)
         telling = self._telling(plan, chosen)
         near, hidden = Neighbours(plan, telling, chosen), ctx.embed(plan.fresh | chosen)
+        if not (near.where.any() and self.spread_share):
+            return ctx.run(range(ctx.num_layers), hidden)
         back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
-        spreads = bool(near.where.any()) and self.spread_share > 0
         for index in range(ctx.num_layers):
-            if spreads:
-                old = copied.of(index, telling)
-                ctx.project(index, hidden)
-                keys, values = (
-                    self.spread_share * (new - known) for new, known in zip(ctx.kv(index, telling), old, strict=True)
-                )
-                ctx.add(index, near.where, forth(near.between(back(keys))), near.between(values))
+            before = copied.of(index, telling)
+            ctx.project(index, hidden)
+            pairs = zip(ctx.kv(index, telling), before, strict=True)
+            keys, values = (self.spread_share * (new - old) for new, old in pairs)
+            ctx.add(index, near.where, forth(near.between(back(keys))), near.between(values))
             hidden = ctx.layer(index, hidden)
         return hidden
 
