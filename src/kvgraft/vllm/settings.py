@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 from kvgraft.methods import require_amount, require_at_least, require_share
-from kvgraft.prefill.context import Policy
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY
 from kvgraft.prefill.profile import PolicyProfile
@@ -77,13 +76,15 @@ class KVGraftSettings:
     def default(self) -> RequestOptions:
         """What requests get that say nothing."""
         name = self.policy_profile.name if self.policy_profile else None
-        return RequestOptions(self.served, match_similar=self.similarity is not None, profile=name)
+        return RequestOptions(
+            served_policy(self.default_policy), match_similar=self.similarity is not None, profile=name
+        )
 
     @property
-    def served(self) -> Policy:
-        """The policy of requests that name none."""
+    def default_policy(self) -> str:
+        """That of requests that name none."""
         named = self.policy_profile.policy if self.policy_profile else DEFAULT_POLICY
-        return served_policy(named if self.policy is None else self.policy)
+        return named if self.policy is None else self.policy
 
     @cached_property
     def policy_profile(self) -> PolicyProfile | None:
@@ -93,7 +94,7 @@ class KVGraftSettings:
     @property
     def similarity(self) -> Similarity | None:
         """What counts as a near-duplicate; None: nothing does."""
-        return parse_match(self.match or self.served.match)
+        return parse_match(self.match or served_policy(self.default_policy).match)
 
     @property
     def store(self) -> StoreOptions | None:
@@ -132,7 +133,7 @@ class KVGraftSettings:
                 raise ValueError(f"{name} must be a string, got {value!r}")
         if None not in (settings.policy, settings.profile):
             raise ValueError(f"give either a policy or a profile, got {settings.policy} and {settings.profile}")
-        _ = settings.served
+        served_policy(settings.default_policy)
         _ = settings.similarity
         if not isinstance(settings.residual_layers, list | tuple):
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")

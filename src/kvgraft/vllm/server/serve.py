@@ -57,7 +57,7 @@ def prepare_environment(args: Namespace) -> None:
         raise ValueError(f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again")
     found[0].load()  # vLLM would log an error here and serve without it
     settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
-    logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.served}")
+    logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 

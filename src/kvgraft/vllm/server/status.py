@@ -58,7 +58,7 @@ async def status(request: Request) -> dict[str, Any]:
     principal = call.principal
     return {
         "model": request.app.state.openai_serving_models.model_name(),
-        "policy": str(state.default.policy),
+        "policy": state.settings.default_policy,
         "profile": state.default.profile,
         "match": state.settings.match or state.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
