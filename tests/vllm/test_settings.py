@@ -35,12 +35,12 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, match, residual_layers, continuation, max_depth",
+            "no KVGraft setting 'polcy': allowed are policy, profile, match, residual_layers, continuation, max_depth",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
-        ({"policy": None}, "policy must be a string, got None"),
+        ({"profile": 3}, "profile must be a string, got 3"),
         ({"policy": 3}, "policy must be a string, got 3"),
         ({"watermark": 1.5}, "watermark must be a share"),
         ({"watermark": "0.9"}, "watermark must be a share"),

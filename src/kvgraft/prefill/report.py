@@ -49,7 +49,6 @@ class PrefillReport:
     """Where the tokens of a prompt came from and where its time went.
 
     Attributes:
-        profile: which profile named the policy; None: the request, the server's settings, or nobody.
         prompt_tokens: prefix + continued + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
         continued_tokens: KV of an earlier prompt with all these tokens, which held or followed grafts, as it stands.
@@ -62,10 +61,10 @@ class PrefillReport:
         stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
             prompts its share, by the (token, layer) pairs computed.
         outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one of REASONS, or None.
+        profile: which profile named the policy; None: the request, the server's settings, or nobody.
     """
 
     policy: str = ""
-    profile: str | None = None
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     continued_tokens: int = 0
@@ -79,6 +78,7 @@ class PrefillReport:
     stages: dict[str, float] = field(default_factory=dict)
     outcome: str = ""
     reason: str | None = None
+    profile: str | None = None
 
     def conclude(self, reason: str | None) -> None:
         """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""

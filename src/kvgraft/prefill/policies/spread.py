@@ -87,7 +87,7 @@ class Spread(SelectsInRounds):
 
     def _telling(self, plan: Plan, chosen: Tensor) -> Tensor:
         """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""
-        telling = chosen & plan.grafted & ~plan.segment_starts(self.start_tokens)
+        telling = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
         few = plan.segments[telling].bincount(minlength=plan.num_tokens) < FEWEST_TELLING
         return telling & ~few[plan.segments]
 

@@ -41,6 +41,9 @@ def serve(arguments: Sequence[str]) -> None:
     except (KeyError, TypeError) as error:
         raise ValueError(str(error)) from error
     prepare_environment(args)
+    if not args.no_kvgraft:
+        settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
+        logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
     uvloop.run(run_server(args))
 
 
@@ -56,8 +59,6 @@ def prepare_environment(args: Namespace) -> None:
     if not found:
         raise ValueError(f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again")
     found[0].load()  # vLLM would log an error here and serve without it
-    settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
-    logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 
