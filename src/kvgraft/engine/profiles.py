@@ -1,7 +1,8 @@
 """Profiles of a model: given by the caller, or beside its weights."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvgraft.engine.config import ModelConfig
@@ -21,14 +22,8 @@ def load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: M
     if given is None and not beside.is_file():
         return None
     head_map = given if isinstance(given, HeadMap) else HeadMap.load(given or beside)
-    try:
-        head_map.check(config.identity, config.num_layers, config.num_kv_heads)
-    except ValueError as error:
-        if given is not None:
-            raise
-        logger.warning("%s is not used: %s", beside, error)
-        return None
-    return head_map
+    check = partial(head_map.check, config.identity, config.num_layers, config.num_kv_heads)
+    return head_map if _fits(check, beside, given=given is not None) else None
 
 
 def choose_policy(
@@ -59,15 +54,20 @@ def load_policy_profile(given: str | Path | None, model_dir: Path, identity: str
     beside = model_dir / POLICY_FILE
     if given is None and not beside.is_file():
         return None
+    profile = PolicyProfile.load(given or beside)
+    return profile if _fits(partial(profile.check_model, identity), beside, given=given is not None) else None
+
+
+def _fits(check: Callable[[], None], beside: Path, *, given: bool) -> bool:
+    """Whether a profile fits the weights; ValueError of one that was given and does not."""
     try:
-        profile = PolicyProfile.load(given or beside)
-        profile.check_model(identity)
+        check()
     except ValueError as error:
-        if given is not None:
+        if given:
             raise
         logger.warning("%s is not used: %s", beside, error)
-        return None
-    return profile
+        return False
+    return True
 
 
 def load_stable_layers(given: Sequence[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from random import Random
 
 from kvgraft.evaluate.tasks.packages import read_documentation
+from kvgraft.evaluate.tasks.texts import CHARACTERS
 from kvgraft.testbed import tasks
 from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 
 NUM_TOKENS = 600  # of a text, about
-CHARACTERS = 4  # of a token of English, about
 CITIES = ("Oslo", "Turin", "Quito", "Dakar", "Perth", "Kyoto", "Porto", "Cairo")
 
 

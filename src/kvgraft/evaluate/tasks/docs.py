@@ -17,10 +17,8 @@ from random import Random
 from kvgraft.evaluate.metrics import normalise
 from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite
 from kvgraft.evaluate.tasks.packages import Documentation, read_documentation, versions
-from kvgraft.evaluate.tasks.texts import INSTRUCTION, check_split, in_split, of_split, write_item
+from kvgraft.evaluate.tasks.texts import CHARACTERS, INSTRUCTION, ROOM, check_split, in_split, of_split, write_item
 
-CHARACTERS = 4  # of a token of English, about
-ROOM = 120  # tokens for the instruction, the question and what a chat template adds
 LEAST = 250  # characters of a passage
 DRAWS = 8  # of passages, until there are as many questions as are wanted
 BEFORE = 4  # words before a blank, at least

@@ -7,16 +7,14 @@ Nobody knows the right answers (the next words are what is expected): these are 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from hashlib import sha256
 from random import Random
 
 from kvgraft.evaluate.tasks.items import Ask, Item, Pattern, Shape, Suite
-from kvgraft.evaluate.tasks.texts import INSTRUCTION, check_split, in_split, of_split, write_item
+from kvgraft.evaluate.tasks.texts import CHARACTERS, INSTRUCTION, ROOM, check_split, in_split, of_split, write_item
 
-CHARACTERS = 4  # of a token, about
-ROOM = 120  # tokens for the instruction, the question and what a chat template adds
 LEAST = 0.6  # of the size of a passage, that a shorter one at the end of a text has at least
 GIVEN = 8  # words by which a question tells what it means
 ANSWER = 32  # tokens
@@ -34,13 +32,20 @@ def make_own(texts: Mapping[str, str], split: str = "all") -> Suite:
     tasks = ("continuation", "beginning")
     digest = sha256("\0".join(texts.values()).encode()).hexdigest()[:8]
     description = f"{len(texts)} texts of SHA-256 {digest}{of_split(check_split(split))}"
-    return Suite("own", description, tasks, partial(_write, texts, split), real_text=True)
+
+    @lru_cache(maxsize=8)
+    def passages_of(size: int) -> tuple[str, ...]:
+        return tuple(one for one in dict.fromkeys(_cut(texts.values(), size)) if in_split(one, split))
+
+    return Suite("own", description, tasks, partial(_write, passages_of, split), real_text=True)
 
 
-def _write(texts: Mapping[str, str], split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+def _write(
+    passages_of: Callable[[int], tuple[str, ...]], split: str, rng: Random, shape: Shape, task: str, pattern: Pattern
+) -> Item:
     """One question about passages drawn from all texts."""
     size = (shape.length - ROOM) * CHARACTERS // shape.num_segments
-    passages = [one for one in dict.fromkeys(_cut(texts.values(), size)) if in_split(one, split)]
+    passages = passages_of(size)
     if len(passages) < shape.num_segments:
         raise ValueError(
             f"the texts have {len(passages)} passages of {size} characters{of_split(split)}, and {shape.num_segments} "

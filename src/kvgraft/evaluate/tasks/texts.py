@@ -8,6 +8,8 @@ from random import Random
 from kvgraft.evaluate.tasks.items import Ask, Item, arrange, read_before
 
 SPLITS = ("all", "dev", "test")
+CHARACTERS = 4  # of a token of English, about
+ROOM = 120  # tokens for the instruction, the question and what a chat template adds
 INSTRUCTION = "Answer the question from the following text. Answer with a few words and nothing else."
 OTHERS = (  # instructions behind which phase 1 reads
     "Here is some text. Read it carefully.",
