@@ -42,7 +42,7 @@ def calibrate(
         "calibration"
     ),
     policies: Annotated[str | None, typer.Option(help="Candidates, by semicolons.", show_default="eleven")] = None,
-    budget: Annotated[float, typer.Option(help="Of full's FLOPs, that the policy may take.")] = 0.15,
+    budget: Annotated[float, typer.Option(help="Of full's FLOPs, that the policy may take.")] = 0.25,
     items: Annotated[int, typer.Option(help="Prompts that choose, and as many that check.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1536,
     segments: Annotated[int, typer.Option(help="Known texts in a prompt.")] = 5,
