@@ -38,8 +38,9 @@ from kvgraft.evaluate.tasks.packages import read_documentation
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
-POLICIES = "naive;epic:start_tokens=16;cacheblend:recompute_share=0.05;prophet:recompute_share=0.05"
-SHARES = (0.04, 0.08, 0.16)  # of the grafted tokens; of the (token, layer) pairs
+POLICIES = (
+    "naive;epic;cacheblend:recompute_share=0.07;prophet:recompute_share=0.05;transitive:recompute_share=0.08;spread"
+)
 STEPS = 4  # on the line from cached to exact KV
 ROWS, CONFIG = "rows.jsonl", "config.json"
 
@@ -149,8 +150,11 @@ class Attribution:
         return whole.index_put((self._rows,), new).index_put((self._known,), known)
 
 
-def measure(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    """The item's first prompt under all policies and oracles: name, FLOPs as a share of full's, KL in nats."""
+def measure(
+    engine: Engine, item: Item, policies: Sequence[str], shares: Sequence[float]
+) -> Iterator[tuple[str, float, float]]:
+    """The item's first prompt under all policies, and under oracles of so many tokens, or (token, layer) pairs, as
+    shares of the grafted ones: name, FLOPs as a share of full's, KL in nats."""
     chat, ask = find_chat(engine.tokenizer) if item.chat else None, item.phase_2[0]
     engine.clear_cache()
     for segments in item.phase_1:
@@ -168,6 +172,8 @@ def measure(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[tup
 
     for policy in policies:
         yield policy, *outcome(policy)
+    if not shares:
+        return
     prompt = engine.token_ids(asked)
     naive, exact = Told(torch.zeros(len(prompt), dtype=torch.bool)), Told()
     for told in (naive, exact):
@@ -176,14 +182,14 @@ def measure(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[tup
         raise ValueError("the answer needs its logits")
     attribution = Attribution(engine.decoder, exact, [*prompt, *truth.token_ids], truth.logits)
     costs, grafted = attribution.costs(naive), attribution.grafted
-    for share in SHARES:
+    for share in shares:
         first = _greatest(costs.sum(1), share / 2)
         half = Told(torch.zeros_like(grafted).masked_scatter(grafted, first))
         send(engine, replace(asked, policy=half))
         both = _greatest(attribution.costs(half).sum(1).masked_fill(first, torch.inf), share)
         told = Told(torch.zeros_like(grafted).masked_scatter(grafted, both))
         yield f"oracle by token, {share:.0%}", *outcome(told)
-    for share in SHARES:
+    for share in shares:
         chosen = _greatest(costs.abs().flatten(), share).view_as(costs)
         yield f"oracle by token and layer, {share:.0%}", 0.0, attribution.kl(naive, chosen)
 
@@ -218,6 +224,9 @@ def main(
     suites: Annotated[str, typer.Option(help="As of `kvgraft eval`, by semicolons, and `own`.")] = "docs;own",
     patterns: str = "alone,reordered",
     policies: Annotated[str, typer.Option(help="Beside the oracles, by semicolons.")] = POLICIES,
+    shares: Annotated[
+        str, typer.Option(help="Of the tokens, that oracles choose; none: no oracles.")
+    ] = "0.04,0.08,0.16",
     items: Annotated[int, typer.Option(help="Prompts of each suite, pattern and task.")] = 4,
     length: int = 2048,
     segments: int = 6,
@@ -227,10 +236,10 @@ def main(
 ) -> None:
     """Measure the prompts that the directory does not hold yet, and print means with 95 % intervals."""
     engine = Engine(find_model(model, fetch=True), dtype="float32", continuation=False)
-    named = policies.split(";")
+    named, parts = policies.split(";"), [float(share) for share in shares.split(",") if share]
     check_config(out / CONFIG, {
-        "model": engine.config.identity, "suites": suites, "patterns": patterns, "policies": named, "items": items,
-        "length": length, "segments": segments, "split": split, "seed": seed,
+        "model": engine.config.identity, "suites": suites, "patterns": patterns, "policies": named, "shares": parts,
+        "items": items, "length": length, "segments": segments, "split": split, "seed": seed,
     })  # fmt: skip
     found = {(row.suite, row.pattern, row.item): row for row in read_lines(out / ROWS, Reached)}
     work = [
@@ -243,7 +252,8 @@ def main(
         for done, (suite, pattern, number, item) in enumerate(work, 1):
             if (suite, pattern, number) not in found:
                 rows = [
-                    Reached(suite, pattern, number, name, flops, kl) for name, flops, kl in measure(engine, item, named)
+                    Reached(suite, pattern, number, name, flops, kl)
+                    for name, flops, kl in measure(engine, item, named, parts)
                 ]
                 file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
                 file.flush()

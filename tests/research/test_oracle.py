@@ -55,7 +55,7 @@ def test_what_cached_kv_costs_is_attributed_to_tokens_and_layers(engine: Engine,
 
 def test_an_oracle_of_more_tokens_costs_more_and_is_nearer(engine: Engine):
     [item, *_] = SUITE.items(5, 1, Shape(512, 4, ("alone",)))
-    rows = {name: (flops, kl) for name, flops, kl in measure(engine, item, ["naive"])}
+    rows = {name: (flops, kl) for name, flops, kl in measure(engine, item, ["naive"], [0.04, 0.08, 0.16])}
     by_token = [rows[name] for name in rows if name.startswith("oracle by token,")]
     assert [flops for flops, _ in by_token] == sorted(flops for flops, _ in by_token)
     assert by_token[-1][1] < rows["naive"][1] / 2
@@ -64,7 +64,7 @@ def test_an_oracle_of_more_tokens_costs_more_and_is_nearer(engine: Engine):
 
 def test_prompts_are_measured_once_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for _ in range(2):
-        main(MODEL_DIR, "multihop", "alone", "naive", 1, 512, 4, "all", 5, tmp_path)
+        main(MODEL_DIR, "multihop", "alone", "naive", "0.04,0.08,0.16", 1, 512, 4, "all", 5, tmp_path)
         printed = capsys.readouterr().out
     assert (tmp_path / "rows.jsonl").read_text().count("\n") == 7 * len(SUITE.items(5, 1, Shape(512, 4, ("alone",))))
     assert "oracle by" in printed

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvgraft.methods import count_layers, require_at_least, require_layers, require_share
+from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
@@ -26,9 +26,11 @@ class Spread(SelectsInRounds):
     what is interpolated is not certain). No tokens are computed for that. The first tokens of a segment tell nothing of
     the others, since what is new before them, as an edit, changes them in ways of its own; nor do one or two tokens.
 
-    The tokens are chosen as `transitive` does, with three differences: the first tokens of each segment, which were
-    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose; and the
-    attention of a round is summed over the first layers (`score_share`) instead of one.
+    The tokens are chosen as `transitive` does, with two differences. The first tokens of each segment, which were
+    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose. And only the
+    first layers choose (`score_layers`), in which keys hardly depend on context: deeper ones attend to those tokens,
+    among others, whose cached keys are wrong in the same way, and spreading what changes in these turns attention
+    away from the whole segment.
 
     Raises:
         ValueError: an option outside its range.
@@ -38,8 +40,7 @@ class Spread(SelectsInRounds):
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
-    score_layers: int | None = None  # over which attention is summed; None: `score_share` of all
-    score_share: float = 0.25  # of all layers, rounded up
+    score_layers: int = 2  # over which attention is summed
     recompute_share: float = 0.04
     first_share: float = 0.6
     spread_share: float = 0.5  # of a change that is taken over
@@ -48,7 +49,7 @@ class Spread(SelectsInRounds):
         super().__post_init__()
         require_at_least("start_tokens", self.start_tokens, 0)
         require_share("start_share", self.start_share)
-        require_layers(self, "score_layers")
+        require_at_least("score_layers", self.score_layers, 1)
         require_share("spread_share", self.spread_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
@@ -73,7 +74,7 @@ class Spread(SelectsInRounds):
 
     def _choose(self, ctx: PrefillContext, copied: "Copied") -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
-        layers = count_layers(self.score_layers, self.score_share, ctx.num_layers)
+        layers = min(self.score_layers, ctx.num_layers)
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
             hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
