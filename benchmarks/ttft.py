@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -127,9 +127,9 @@ class Counting(Policy):
     def recover(self, ctx: PrefillContext) -> Hidden:
         compute = ctx.layer
 
-        def counted(index: int, hidden: Hidden) -> Hidden:
+        def counted(index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
             self.flops.append(flops_of_layer(self.config, ctx.plan.positions[hidden.where]))
-            return compute(index, hidden)
+            return compute(index, hidden, before_attention)
 
         ctx.layer = counted  # type: ignore[method-assign]
         return self.policy.recover(ctx)

@@ -66,8 +66,8 @@ class _Watching(Recording):
         self._seen = seen
         self._stored: Tensor | None = None  # logits of the probe with what is stored
 
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
-        after, seen = super().layer(index, hidden), self._seen
+    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+        after, seen = super().layer(index, hidden, before_attention), self._seen
         if index == self.num_layers - 1 and seen.trusting_last is None and after.where[-1]:
             seen.trusting, seen.trusting_last = (
                 _logits(self._inner, after, seen.edges),

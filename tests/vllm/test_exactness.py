@@ -1,6 +1,7 @@
 """What is recomputed is exact, what is grafted is its source moved, and exact prefixes stay exact beside both."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ RECOMPUTED = [
     {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.0, "overflow_blocks": 99},
     {"policy": "scattered"},
     {"policy": "amended"},
+    {"policy": "restored"},
     {"policy": "spread", "recompute_share": 1.0},
 ]
 DOCUMENT, OTHER = words(300, 1), words(200, 2)
@@ -64,9 +66,32 @@ class Amended(Policy):
         return hidden
 
 
+@dataclass(frozen=True)
+class Restored(Policy):
+    """A policy of the test's own: computes everything, copies all grafted KV over it again, and computes the fresh
+    tokens once more; each layer's difference is added back just before they attend."""
+
+    name: ClassVar[str] = "restored"
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        layers, grafted = range(ctx.num_layers), ctx.plan.grafted
+        ctx.run(layers, ctx.embed(ctx.plan.active))
+        computed = [ctx.kv(layer, grafted) for layer in layers]
+        ctx.graft(layers)
+        hidden = ctx.embed(ctx.plan.fresh)
+
+        def restore(layer: int) -> None:
+            keys, values = (new - old for new, old in zip(computed[layer], ctx.kv(layer, grafted), strict=True))
+            ctx.add(layer, grafted, keys, values)
+
+        for layer in layers:
+            hidden = ctx.layer(layer, hidden, partial(restore, layer))
+        return hidden
+
+
 @pytest.fixture(autouse=True)
 def _own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in (Scattered, Amended):
+    for policy in (Scattered, Amended, Restored):
         monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
@@ -103,6 +128,19 @@ def test_recomputing_everything_leaves_the_keys_and_values_of_full_prefill(host:
     exact_keys, exact_values, exact = kv_while_decoding(host, prompt, OFF, salt="another")
     assert (answer.report["prefix_tokens"], exact.cached) == (96, 0)
     assert answer.grafted > 300
+    torch.testing.assert_close(keys, exact_keys, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(values, exact_values, atol=TOLERANCE, rtol=0)
+
+
+def test_what_is_changed_before_attention_is_there_for_all_rows_of_a_layer(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Also where a layer takes them in several parts."""
+    host.read(OPENING + DOCUMENT)
+    monkeypatch.setattr(host.model, "max_rows", 64)
+    prompt = words(70, 4) + DOCUMENT + words(40, 5)
+    keys, values, answer = kv_while_decoding(host, prompt, {"policy": "restored"})
+    assert answer.grafted >= 256
+    assert answer.report["fresh_tokens"] > 64
+    exact_keys, exact_values, _ = kv_while_decoding(host, prompt, OFF, salt="another")
     torch.testing.assert_close(keys, exact_keys, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(values, exact_values, atol=TOLERANCE, rtol=0)
 

@@ -1,6 +1,6 @@
 """The native host's side of the prefill protocol: policies run on the paged pool and the decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -103,9 +103,11 @@ class NativePrefill(PagedPrefill):
     def logits(self, hidden: Hidden) -> Tensor:
         return self._decoder.logits(hidden.states)
 
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
         with self._timed(self._stage(hidden)):
             rows, query = self._project(index, hidden)
+            if before_attention is not None:
+                before_attention()
             attended = self._attend(index, hidden, rows, query, self._cache.layout.layers[index])
             self.ffn_flops += rows.counts * self._decoder.config.ffn_flops
             return hidden.with_states(self._decoder.feed_forward(index, attended))

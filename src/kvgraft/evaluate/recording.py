@@ -110,9 +110,9 @@ class Recording(PrefillContext):
     def graft(self, layers: range) -> None:
         self._inner.graft(layers)
 
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
         self._record.computed[index] |= hidden.where
-        after = self._inner.layer(index, hidden)
+        after = self._inner.layer(index, hidden, before_attention)
         if self._score_layers:
             self._record.scores[index] = self._inner.scores(index, self.plan.question & hidden.where)
         return after

@@ -79,8 +79,12 @@ class PrefillContext(ABC):
         """Align-copy the grafted KV of these layers into the prompts' own pages (SparseX 3.1)."""
 
     @abstractmethod
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
-        """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt."""
+    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+        """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt.
+
+        Args:
+            before_attention: called when their KV is stored and before they attend; it may change that of others.
+        """
 
     @abstractmethod
     def project(self, index: int, hidden: Hidden) -> None:

@@ -71,8 +71,7 @@ class PagedPrefill(PrefillContext):
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         if bool((where & ~self.plan.grafted).any()):
             raise ValueError("only the KV of grafted tokens may be changed: any other is exact, or computed here")
-        with self._timed("sparse"):
-            self._add_at(index, self._slots_of(where), keys, values)
+        self._add_at(index, self._slots_of(where), keys, values)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""

@@ -89,8 +89,12 @@ class VllmPrefill(PagedPrefill):
     def logits(self, hidden: Hidden) -> Tensor:
         return self._host.logits(hidden.states)
 
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
         stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
+        if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
+            self.project(index, hidden)
+            before_attention()
+            before_attention = None
         states, queries = torch.empty_like(hidden.states), []
         for chunk in chunks:
             if self._spend(chunk.positions.numel()):
@@ -98,7 +102,9 @@ class VllmPrefill(PagedPrefill):
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
                 before = entering(index, hidden.states[chunk.rows])
-                after = self._host.run_layer(index, chunk.metadata, chunk.slots, chunk.positions, *before)
+                after = self._host.run_layer(
+                    index, chunk.metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
+                )
                 states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
                 queries.append(after[2])
         self.computed += self._counts

@@ -1,6 +1,7 @@
 """Spread: what changes in the recomputed tokens of a segment changes in the others, too."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -63,13 +64,14 @@ class Spread(SelectsInRounds):
         if not (near.where.any() and self.spread_share):
             return ctx.run(range(ctx.num_layers), hidden)
         back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
-        for index in range(ctx.num_layers):
-            before = copied.of(index, telling)
-            ctx.project(index, hidden)
+
+        def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
             pairs = zip(ctx.kv(index, telling), before, strict=True)
             keys, values = (self.spread_share * (new - old) for new, old in pairs)
             ctx.add(index, near.where, forth(near.between(back(keys))), near.between(values))
-            hidden = ctx.layer(index, hidden)
+
+        for index in range(ctx.num_layers):
+            hidden = ctx.layer(index, hidden, partial(spread, index, copied.of(index, telling)))
         return hidden
 
     def _choose(self, ctx: PrefillContext, copied: "Copied") -> Tensor:

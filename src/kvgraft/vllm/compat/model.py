@@ -101,11 +101,25 @@ class ModelHost:
         return self._builder.build(0, common, fast_build=True)
 
     def run_layer(
-        self, index: int, metadata: Any, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
+        self,
+        index: int,
+        metadata: Any,
+        slots: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        before_attention: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One stock decoder layer: writes KV to slots; returns hidden, residual [n, D] and queries [n, Hq, d]."""
         seen: list[Tensor] = []
-        with self._context(metadata, slots), self._watch(index, lambda query, *_: seen.append(query)):
+
+        def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
+            seen.append(query)
+            if before_attention is not None:
+                self.write(index, self._by_head(key), self._by_head(value), slots)  # as the attention is about to
+                before_attention()
+
+        with self._context(metadata, slots), self._watch(index, watch):
             hidden, residual = self.layers[index](positions, hidden, residual)
         return hidden, residual, self._by_head(seen[0])
 
