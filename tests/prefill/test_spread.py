@@ -11,7 +11,7 @@ from kvgraft.evaluate.recording import Record, Recorded
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Naive, Policy, Spread
-from kvgraft.prefill.policies.spread import Neighbours
+from kvgraft.prefill.policies.spread import AVERAGED, Neighbours
 from kvgraft.segments.matches import Match
 from kvgraft.testbed import MODEL_DIR
 from properties import examples
@@ -22,8 +22,8 @@ OTHER = " ".join(f"the code of {word} is {number} ." for number, word in enumera
 
 @examples(100)
 @given(st.data())
-def test_changes_are_interpolated_within_each_segment_and_never_across(data: st.DataObject):
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_across(data: st.DataObject):
+    lengths = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))
     matches, start = [], 0
     for number, length in enumerate(lengths):
         start += data.draw(st.integers(0, 3))  # fresh tokens before it
@@ -32,7 +32,8 @@ def test_changes_are_interpolated_within_each_segment_and_never_across(data: st.
     plan = Plan.for_prompt(start + 1, 4, matches=matches)
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=start + 1, max_size=start + 1))) & plan.grafted
     changes = torch.randn(int(chosen.sum()), 2, 3)
-    near = Neighbours(plan, chosen, chosen)
+    distance = data.draw(st.sampled_from((0.01, 3.0, 100.0)))
+    near = Neighbours(plan, chosen, chosen, distance)
     found = torch.zeros(start + 1, 2, 3)
     found[near.where] = near.between(changes)
     for match in matches:
@@ -42,6 +43,9 @@ def test_changes_are_interpolated_within_each_segment_and_never_across(data: st.
         assert near.where[others].tolist() == [bool(known)] * len(others)
         if known and others:
             rows = changes[[int(chosen[:place].sum()) for place in known]].flatten(1)
+            near_by = np.abs(np.subtract.outer(range(len(known)), range(len(known)))) <= AVERAGED
+            weights = torch.tensor(np.exp(-np.abs(np.subtract.outer(known, known)) / distance) * near_by).float()
+            rows = weights @ rows / weights.sum(1, keepdim=True)
             expected = np.stack([np.interp(others, known, column) for column in rows.T.numpy()], axis=1)
             np.testing.assert_allclose(found[others].flatten(1), expected, atol=1e-5)
     assert not (near.where & (chosen | ~plan.grafted)).any()
@@ -80,7 +84,7 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
     torch.testing.assert_close(spread.keys[0], apart.keys[0], atol=1e-5, rtol=0)
     telling = chosen & ~plan.segment_starts(8)
     assert int(plan.segments[telling].bincount().min()) >= 3
-    near = Neighbours(plan, telling, chosen)
+    near = Neighbours(plan, telling, chosen, 64)
     assert torch.equal(near.where, plan.grafted & ~chosen)
     rope = engine.config.rope
 

@@ -41,7 +41,7 @@ def calibrate(
     results: Annotated[Path, typer.Option(help="Directory of the answers; one that holds a part is continued.")] = Path(
         "calibration"
     ),
-    policies: Annotated[str | None, typer.Option(help="Candidates, by semicolons.", show_default="eleven")] = None,
+    policies: Annotated[str | None, typer.Option(help="Candidates, by semicolons.", show_default="ten")] = None,
     budget: Annotated[float, typer.Option(help="Of full's FLOPs, that the policy may take.")] = 0.25,
     items: Annotated[int, typer.Option(help="Prompts that choose, and as many that check.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1536,

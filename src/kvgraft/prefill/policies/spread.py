@@ -13,6 +13,7 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
 
 FEWEST_TELLING = 3  # recomputed tokens of a segment that tell how the others have changed
+AVERAGED = 8  # of these on either side, over which a change is averaged
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Spread(SelectsInRounds):
     KVGraft's own method. Text that is read in another context differs from what is cached by something that its tokens
     have in common: the mean over a segment explains 30 to 50 % of the squared change of keys before RoPE on a real
     model, and a few tokens tell it. So in every layer the differences between new and cached keys and values of the
-    recomputed tokens are interpolated along the segment, keys turned to where they are added (`spread_share` of them:
-    what is interpolated is not certain). No tokens are computed for that. The first tokens of a segment tell nothing of
-    the others, since what is new before them, as an edit, changes them in ways of its own; nor do one or two tokens.
+    recomputed tokens are averaged over their neighbours (`spread_tokens` away they weigh 1/e) and interpolated along
+    the segment, keys turned to where they are added (`spread_share` of them: what is interpolated is not certain). No
+    tokens are computed for that. The first tokens of a segment tell nothing of the others, since what is new before
+    them, as an edit, changes them in ways of its own; nor do one or two tokens.
 
     The tokens are chosen as `transitive` does, with two differences. The first tokens of each segment, which were
     attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose. And only the
@@ -45,6 +47,7 @@ class Spread(SelectsInRounds):
     recompute_share: float = 0.04
     first_share: float = 0.6
     spread_share: float = 0.5  # of a change that is taken over
+    spread_tokens: int = 64  # over which changes are averaged
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +55,7 @@ class Spread(SelectsInRounds):
         require_share("start_share", self.start_share)
         require_at_least("score_layers", self.score_layers, 1)
         require_share("spread_share", self.spread_share)
+        require_at_least("spread_tokens", self.spread_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft everything, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
@@ -60,7 +64,7 @@ class Spread(SelectsInRounds):
         copied = Copied(ctx)
         chosen = self._choose(ctx, copied)
         telling = self._telling(plan, chosen)
-        near, hidden = Neighbours(plan, telling, chosen), ctx.embed(plan.fresh | chosen)
+        near, hidden = Neighbours(plan, telling, chosen, self.spread_tokens), ctx.embed(plan.fresh | chosen)
         if not (near.where.any() and self.spread_share):
             return ctx.run(range(ctx.num_layers), hidden)
         back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
@@ -121,14 +125,20 @@ class Neighbours:
     Args:
         telling: bool [T], recomputed tokens whose changes are spread.
         chosen: bool [T], all that are recomputed.
+        distance: in tokens, at which a change weighs 1/e in an average.
 
     Attributes:
         where: bool [T], grafted tokens of segments that have telling ones, without those that are recomputed.
     """
 
-    def __init__(self, plan: Plan, telling: Tensor, chosen: Tensor) -> None:
+    def __init__(self, plan: Plan, telling: Tensor, chosen: Tensor, distance: float) -> None:
         segments, places = plan.segments, torch.arange(plan.num_tokens)
         some = telling.nonzero()[:, 0]  # [c]
+        around = torch.arange(len(some))[:, None] + torch.arange(-AVERAGED, AVERAGED + 1)  # [c, w], rows of some
+        self._around = around.clamp(0, max(len(some) - 1, 0))
+        near = (around == self._around) & (segments[some][self._around] == segments[some][:, None])
+        averaged = torch.where(near, torch.exp(-(some[self._around] - some[:, None]).abs() / distance), 0.0)
+        self._averaged = averaged / averaged.sum(1, keepdim=True)
         self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
         rest = places[self.where]  # [n]
         after = torch.searchsorted(some, rest)
@@ -139,6 +149,8 @@ class Neighbours:
         self._sides, self._weight = sides, weights[1] / weights.sum(0)  # of the one behind
 
     def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, Hkv, d] of the telling tokens, interpolated linearly at the others: [n, Hkv, d]."""
+        """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
+        around = changes[self._around.to(changes.device)]
+        changes = torch.einsum("cw,cwhd->chd", self._averaged.to(changes), around)
         before, behind = changes[self._sides.to(changes.device)]
         return torch.lerp(before, behind, self._weight.to(changes)[:, None, None])
