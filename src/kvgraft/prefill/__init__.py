@@ -1,3 +1,3 @@
 """How a plan is recovered."""
 
-DEFAULT_POLICY = "transitive"  # of requests that name none; docs/results/quality.md says why
+DEFAULT_POLICY = "spread"  # of requests that name none; docs/results/real-model.md says why

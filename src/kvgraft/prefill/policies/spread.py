@@ -86,7 +86,10 @@ class Spread(SelectsInRounds):
             hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
             for index in range(layers):
                 copied.keep(index, computed & ctx.plan.grafted)
-                hidden = ctx.layer(index, hidden)
+                if index < layers - 1:
+                    hidden = ctx.layer(index, hidden)
+                else:
+                    ctx.project(index, hidden)
                 scores += self.score(ctx, index, asking)
             return scores
 
