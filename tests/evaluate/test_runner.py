@@ -321,7 +321,13 @@ def test_tables_and_pictures_are_written(rows: list[EvalRow], tmp_path: Path):
     assert {line["group"] for line in lines} == {"alone", "tail"}
     assert [float(line["work"]) == 0 for line in lines if line["policy"] == "naive"] == [True, True]
     pictures = plots.write_plots(rows, tmp_path)
-    assert [path.stem for path in pictures] == ["quality_ttft", "quality_work", "quality_kl", "quality_pattern"]
+    assert [path.stem for path in pictures] == [
+        "quality_ttft",
+        "quality_work",
+        "quality_kl",
+        "quality_kl_pattern",
+        "quality_pattern",
+    ]
     pictures.append(write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     less = [
         msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"

@@ -1,5 +1,6 @@
 """Pictures of an evaluation and of what layers find (needs matplotlib)."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
@@ -23,6 +24,7 @@ STYLE = {
     "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
 }  # fmt: skip
 WORK = "grafted token x layer work done again"
+FLOPS = "floating-point operations of prefill, of full's"
 LEAST_KL = 1e-3  # nats, below which the scale of divergences is linear
 _TAB20 = plt.get_cmap("tab20").colors
 COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter twins
@@ -40,7 +42,9 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
             "work": _scatter(overall, colours, "work", WORK),
         }
         if not any(isnan(summary.answer_kl.value) for summary in overall):
-            figures["kl"] = _divergence(overall, colours)
+            figures["kl"] = _divergences({"": overall})
+            if len({row.pattern for row in rows}) > 1:
+                figures["kl_pattern"] = _divergences(_by_group(summarise(rows, "pattern")))
         if len({round(summary.kv_mib, 1) for summary in overall}) > 1:
             figures["memory"] = _scatter(overall, colours, "kv_mib", "most memory of keys and values, MiB")
         for name in ("task", "length", "pattern"):
@@ -48,6 +52,13 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
             if len({summary.group for summary in summaries}) > 1:
                 figures[name] = _bars(summaries, colours, name)
         return [save(figure, directory / f"quality_{name}.png") for name, figure in figures.items()]
+
+
+def _by_group(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    found = defaultdict[str, list[Summary]](list)
+    for summary in summaries:
+        found[summary.group].append(summary)
+    return found
 
 
 def draw_full(axes: Axes, full: Summary) -> None:
@@ -82,25 +93,50 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
     return figure
 
 
-def _divergence(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]) -> Figure:
-    """KL along full's answer against work, and that of full itself in other orders, if that was asked for."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.2))
+def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
+    """KL along full's answer against work, and that of full itself in other orders, if that was asked for: a panel for
+    each group. Forms of one policy are joined."""
+    columns = min(3, len(panels))
+    shape = -(-len(panels) // columns), columns
+    size = (6.4, 4.2) if len(panels) == 1 else (3.6 * shape[1], 3.0 * shape[0])
+    figure, grid = plt.subplots(*shape, figsize=size, squeeze=False, sharey=True)
+    for axes, (group, summaries) in zip(grid.flat, panels.items(), strict=False):
+        _divergence(axes, summaries)
+        axes.set_title(group if len(panels) > 1 else "", fontsize=10)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    figure.supylabel("KL(full || policy) along full's answer, nats", fontsize=10)
+    figure.supxlabel(FLOPS if _counted(next(iter(panels.values()))) else WORK, fontsize=10)
+    figure.tight_layout()
+    grid[0, 0].set_ylim(bottom=0)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
+    across, methods = "flops" if _counted(summaries) else "work", defaultdict[str, list[Summary]](list)
     for summary in summaries:
-        kl = summary.answer_kl
         if summary.policy == ORDER_NOISE:
-            _draw_level(axes, kl.value, ORDER_NOISE)
+            axes.axhline(summary.answer_kl.value, color="grey", linestyle=":", linewidth=1, label=ORDER_NOISE)
         elif summary.policy != "full":
-            error = [[kl.value - kl.low], [kl.high - kl.value]]
-            colour = colours[summary.policy]
-            axes.errorbar(summary.work, kl.value, error, fmt="o", color=colour, capsize=3, label=summary.policy)
-    axes.set_xlabel(WORK)
-    axes.set_ylabel("KL(full || policy) along full's answer, nats")
+            methods[summary.policy.partition(":")[0]].append(summary)
+    for number, (name, found) in enumerate(methods.items()):
+        found.sort(key=lambda summary: getattr(summary, across))
+        kl = np.array([(one.answer_kl.value, one.answer_kl.low, one.answer_kl.high) for one in found])
+        axes.errorbar(
+            [getattr(summary, across) for summary in found], kl[:, 0], [kl[:, 0] - kl[:, 1], kl[:, 2] - kl[:, 0]],
+            fmt="o-", markersize=4, linewidth=1, elinewidth=0.7, capsize=2, color=COLOURS[number % len(COLOURS)],
+            label=name if len(found) > 1 else found[0].policy,
+        )  # fmt: skip
     axes.set_yscale("symlog", linthresh=LEAST_KL)
-    axes.set_ylim(bottom=0)
     axes.margins(x=0.15)
     axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.2, 0.5))
-    return figure
+
+
+def _counted(summaries: Sequence[Summary]) -> bool:
+    """Whether the host counts floating-point operations."""
+    return not any(isnan(summary.flops) for summary in summaries if summary.policy != ORDER_NOISE)
 
 
 def write_calibration(profile: PolicyProfile, path: Path) -> Path:
@@ -116,7 +152,7 @@ def write_calibration(profile: PolicyProfile, path: Path) -> Path:
                 one.flops, value, [[value - low], [high - value]], fmt="*" if chosen else "o",
                 markersize=12 if chosen else 6, color=COLOURS[number % len(COLOURS)], capsize=3, label=one.policy,
             )  # fmt: skip
-        axes.set_xlabel("floating-point operations of prefill, of full's")
+        axes.set_xlabel(FLOPS)
         axes.set_ylabel("KL(full || policy) along full's answer, of order noise")
         axes.set_ylim(bottom=0)
         axes.margins(x=0.15)
