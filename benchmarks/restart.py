@@ -25,6 +25,7 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.evaluate.servers import Server
 from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.segments.store import StoreOptions
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.scenarios import make_scenarios
@@ -130,7 +131,7 @@ def process(
     options = None if store is None else StoreOptions(store, ram_gib=0)
     everything = [item for scenario in make_scenarios(seed, items) for item in scenario.items]
     same = [(SAME, segments, "full") for item in everything for segments in item.phase_1]
-    moved = [(MOVED, p.segments, "transitive") for item in everything for p in item.phase_2]
+    moved = [(MOVED, p.segments, DEFAULT_POLICY) for item in everything for p in item.phase_2]
     with Engine(model, dtype=dtype, store=options) as engine:
         if not read:
             engine.generate([Request(as_parts(same[0][1]), "full", ONE_TOKEN, "warm-up", remember=False)])

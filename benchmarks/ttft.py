@@ -33,7 +33,7 @@ from kvgraft import Engine, Policy, Request, SamplingParams
 from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.request import Report as RequestReport
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Full, Naive, SparseX, Transitive
+from kvgraft.prefill.policies import Full, Naive, SparseX, Spread, Transitive
 
 DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt
 INTERLEAVED_REUSE = 0.5
@@ -198,7 +198,7 @@ def policies_for(layers: int) -> dict[str, Policy]:
         f"sparsex b{boundary} k{topk:.2f}": SparseX(boundary_layers=boundary, recompute_share=topk)
         for boundary, topk in settings
     }
-    return {"full": Full(), "transitive": Transitive(), "naive": Naive(), **sparse}
+    return {"full": Full(), "spread": Spread(), "transitive": Transitive(), "naive": Naive(), **sparse}
 
 
 def main(

@@ -32,7 +32,7 @@ NUM_LAYERS = 8
 SEGMENTS = 8
 SEGMENT = 118  # tokens of a segment of the suites at 1024 tokens
 NEEDLE_TEXTS = 40
-METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary_layers=0", "sparsex", "transitive")
+METHODS = ("naive", "epic", "cacheblend", "prophet", "sparsex:boundary_layers=0", "sparsex", "transitive", "spread")
 REDKNOT = (  # the default; without each of its parts; without any; with less in FFNs
     "redknot", "redknot:edge_mass_share=1.0", "redknot:windows=off", "redknot:reuse=off", "redknot:mass_share=1.0",
     "redknot:mass_share=1.0,windows=off,reuse=off",
@@ -131,7 +131,7 @@ def _families(*named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     "main": Experiment(METHODS),
-    "lengths": Experiment(("naive", "sparsex", "transitive"), lengths=(512, 2048, 4096), items=3),
+    "lengths": Experiment(("naive", "sparsex", "transitive", "spread"), lengths=(512, 2048, 4096), items=3),
     "boundary": Experiment(
         families={
             **{

@@ -10,6 +10,7 @@ from kvgraft.cli import app, run
 from kvgraft.evaluate import reading
 from kvgraft.evaluate.passages import Passage, TextQuestion
 from kvgraft.models import KNOWN
+from kvgraft.prefill import DEFAULT_POLICY
 
 Asked = Callable[..., Any]
 
@@ -118,7 +119,7 @@ def test_demo_asks_a_model_that_chats_about_texts(
     monkeypatch.setattr(reading, "QUESTIONS", (TextQuestion("where?", (passage,)),))
     asked("models", "get", str(gguf), "--name", "tiny")
     [question] = asked("demo", "--model", "tiny")["questions"]
-    assert [answer["policy"] for answer in question["answers"]] == ["full", "transitive"]
+    assert [answer["policy"] for answer in question["answers"]] == ["full", DEFAULT_POLICY]
     assert question["answers"][1]["reused"] > 100
     assert run(app, ["demo", "--model", "tiny", "--policy", "naive"]) == 0
     printed = capsys.readouterr().out

@@ -19,6 +19,7 @@ from kvgraft.evaluate.demo import (
     run_demo,
 )
 from kvgraft.evaluate.progress import progress_bar
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.testbed import MODEL_DIR, scenarios
 from models import make_model
 
@@ -51,7 +52,7 @@ def test_every_scenario_reuses_under_every_policy(report: DemoReport):
     assert [table.name for table in report.tables] == ["rag", "chat", "agents"]
     for table in report.tables:
         full, naive, sparsex, transitive, _ = table.rows
-        assert tuple(row.policy for row in table.rows[:4]) == POLICIES == ("full", "naive", "sparsex", "transitive")
+        assert tuple(row.policy for row in table.rows[:4]) == POLICIES == ("full", "naive", "sparsex", DEFAULT_POLICY)
         assert (full.reused, full.recomputed, full.speedup, full.same_as_full) == (0, 0, 1, 4)
         assert naive.reused == sparsex.reused == transitive.reused > 0.9
         assert naive.recomputed == 0 < transitive.recomputed < 0.1 < sparsex.recomputed < 0.5

@@ -20,6 +20,7 @@ from kvgraft.evaluate.prompts import Chat, as_text
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite, find_suites, load_suite
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
@@ -276,19 +277,19 @@ def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, re
 
 
 def test_policies_are_paired_prompt_by_prompt(tmp_path: Path):
-    scores = {"full": [1.0] * 12, "transitive": [1.0, 0.0] * 6, "naive": [0.0, 0.0] * 6, "epic": [0.0, 1.0] * 6}
+    scores = {"full": [1.0] * 12, DEFAULT_POLICY: [1.0, 0.0] * 6, "naive": [0.0, 0.0] * 6, "epic": [0.0, 1.0] * 6}
     rows = [made_up(policy, n, score) for policy, values in scores.items() for n, score in enumerate(values)]
-    header, *lines = results.paired_table(rows, "transitive")
-    assert header[1] == "score less that of transitive"
+    header, *lines = results.paired_table(rows, DEFAULT_POLICY)
+    assert header[1] == f"score less that of {DEFAULT_POLICY}"
     p = 3 * 2 / 2**6  # of six texts, times three tests
     assert lines == [
         ["full", "+0.500", "+0.500 to +0.500", f"{p:.3f}"], ["naive", "-0.500", "-0.500 to -0.500", f"{p:.3f}"],
         ["epic", "+0.000", "+0.000 to +0.000", "1.000"],
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="no answers under 'magic': there are those of full, transitive"):
+    with pytest.raises(ValueError, match=f"no answers under 'magic': there are those of full, {DEFAULT_POLICY}"):
         results.paired_table(rows, "magic")
     results.write_tables(rows, tmp_path, "a command")
-    assert "## Beside transitive, the default, prompt by prompt" in (tmp_path / "tables.md").read_text()
+    assert f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt" in (tmp_path / "tables.md").read_text()
 
 
 def test_summaries():

@@ -45,7 +45,7 @@ def generate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="transitive, sparsex:recompute_share=0.2,boundary_layers=1, full, ...",
+            help="spread, sparsex:recompute_share=0.2,boundary_layers=1, full, ...",
             show_default=f"of the model's profile, or {DEFAULT_POLICY}",
         ),
     ] = None,

@@ -37,7 +37,9 @@ def demo(
     items: Annotated[int | None, typer.Option(help="Items per scenario, four prompts each.", show_default="8")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Beside full (repeatable).", show_default="naive, sparsex, transitive; texts: as generate"),
+        typer.Option(
+            help="Beside full (repeatable).", show_default=f"naive, sparsex, {DEFAULT_POLICY}; texts: as generate"
+        ),
     ] = None,
     serve: Annotated[
         bool | None,

@@ -38,7 +38,7 @@ BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 def evaluate(
     suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ..., docs or files (.json, .jsonl).")],
     policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
-        "full,naive,epic,cacheblend,prophet,sparsex,transitive"
+        "full,naive,epic,cacheblend,prophet,sparsex,transitive,spread"
     ),
     model: ModelOption = MODEL_DIR,
     host: Annotated[str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")] = "native",

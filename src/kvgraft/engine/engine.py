@@ -52,7 +52,7 @@ class Engine:
         kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full length need.
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
-        policy: for requests that name none; None takes that of the profile, or else `transitive`.
+        policy: for requests that name none; None takes that of the profile, or else `spread`.
         profile: what `kvgraft calibrate` has written; None takes `policy.json` of the model directory, if there is one.
         policies: others that requests may name; what they need (`match`, `residual_layers`) is kept from the start.
         flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense.

@@ -15,6 +15,7 @@ from kvgraft.engine.request import Report, Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.scoring import ANSWER_TOKENS, ORDER_NOISE, native_distances, other_orders, send
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import Part, Segment, parse_markers
 
@@ -32,7 +33,7 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     prompt: str
     read: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("naive", "sparsex", "transitive")
+    policies: tuple[str, ...] = ("naive", "sparsex", DEFAULT_POLICY)
     max_tokens: int = 16
     repeats: int = 3
 

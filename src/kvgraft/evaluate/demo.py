@@ -16,9 +16,10 @@ from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_parts
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.testbed.scenarios import Item, make_scenarios
 
-POLICIES = ("full", "naive", "sparsex", "transitive")
+POLICIES = ("full", "naive", "sparsex", DEFAULT_POLICY)
 MAX_TOKENS = 4  # enough for the first word of an answer in a subword vocabulary
 
 

@@ -14,10 +14,11 @@ from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.passages import QUESTIONS, READINGS, Passage, TextQuestion
 from kvgraft.evaluate.progress import OnProgress
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.segments.prompt import mark, parse_markers, render_chat
 
 INSTRUCTION = "You read texts and answer questions about them briefly."
-POLICIES = ("full", "transitive")
+POLICIES = ("full", DEFAULT_POLICY)
 REPEATS = 3  # timed runs of each policy, in turn
 MAX_TOKENS = 40
 

@@ -27,7 +27,7 @@ class KVGraftSettings:
 
     Attributes:
         policy: for requests that name none; `name` or `name:option=value,...`. None: that of the profile, or else
-            `transitive`.
+            `spread`.
         profile: file that `kvgraft calibrate` has written for this checkpoint.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.

@@ -103,9 +103,7 @@ def _make_parser() -> FlexibleArgumentParser:
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
-    group.add_argument(
-        "--kvgraft-policy", help="Of requests that name none: transitive, sparsex:recompute_share=0.2,..."
-    )
+    group.add_argument("--kvgraft-policy", help="Of requests that name none: spread, sparsex:recompute_share=0.2,...")
     group.add_argument(
         "--kvgraft-profile", help="Instead: what `kvgraft calibrate` has written, by default beside the weights."
     )
