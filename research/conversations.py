@@ -70,6 +70,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "depth 4, read anew": Condition("transitive", {"max_depth": 4}, 1.0),
     "any depth": Condition("transitive", {"max_depth": DEEP}),
     "any depth, grafted anew": Condition("transitive", {"continuation": False, "max_depth": DEEP}),
+    "depth 4, spread": Condition("spread", {"max_depth": 4}),
     "any depth, naive": Condition("naive", {"max_depth": DEEP}),
 }
 

@@ -29,9 +29,9 @@ CANDIDATES = (
     "sparsex:boundary_share=0.25",
     "transitive:recompute_share=0.04",
     "transitive:recompute_share=0.08",
-    "spread:recompute_share=0.02",
     "spread",
-    "spread:recompute_share=0.08",
+    "spread:recompute_share=0.05",
+    "spread:recompute_share=0.1",
 )
 BUDGET = 0.25  # of full's floating-point operations: first tokens come about four times as soon
 CHOOSING, CHECKING = "choosing", "checking"  # directories of the two evaluations

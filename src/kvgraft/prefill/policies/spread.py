@@ -44,7 +44,7 @@ class Spread(SelectsInRounds):
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
     score_layers: int = 2  # over which attention is summed
-    recompute_share: float = 0.04
+    recompute_share: float = 0.025
     first_share: float = 0.6
     spread_share: float = 0.5  # of a change that is taken over
     spread_tokens: int = 64  # over which changes are averaged
