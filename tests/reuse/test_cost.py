@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK, CostModel, Estimate, Work
 from kvgraft.segments.matches import Match
@@ -121,7 +122,7 @@ def words(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, count).tolist()
 
 
-def ask(engine: Engine, prompt: list[int], policy: str = "transitive") -> object:
+def ask(engine: Engine, prompt: list[int], policy: str = DEFAULT_POLICY) -> object:
     return engine.generate([Request(prompt, policy, SamplingParams(max_tokens=1, ignore_eos=True))])[0].report
 
 
