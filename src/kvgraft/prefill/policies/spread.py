@@ -70,9 +70,11 @@ class Spread(SelectsInRounds):
         back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
 
         def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
-            pairs = zip(ctx.kv(index, telling), before, strict=True)
-            keys, values = (self.spread_share * (new - old) for new, old in pairs)
-            ctx.add(index, near.where, forth(near.between(back(keys))), near.between(values))
+            keys, values = (new - old for new, old in zip(ctx.kv(index, telling), before, strict=True))
+            both = self.spread_share * near.between(torch.cat([back(keys).flatten(1), values.flatten(1)], 1))
+            more = both.split([keys[0].numel(), values[0].numel()], 1)
+            keys, values = (part.unflatten(1, old.shape[1:]) for part, old in zip(more, (keys, values), strict=True))
+            ctx.add(index, near.where, forth(keys), values)
 
         for index in range(ctx.num_layers):
             hidden = ctx.layer(index, hidden, partial(spread, index, copied.of(index, telling)))
@@ -152,8 +154,8 @@ class Neighbours:
         self._sides, self._weight = sides, weights[1] / weights.sum(0)  # of the one behind
 
     def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
-        around = changes[self._around.to(changes.device)]
-        changes = torch.einsum("cw,cwhd->chd", self._averaged.to(changes), around)
+        """Changes [c, m] of the telling tokens, averaged and interpolated linearly at the others: [n, m]."""
+        around = changes[self._around.to(changes.device)]  # [c, w, m]
+        changes = torch.einsum("cw,cwm->cm", self._averaged.to(changes), around)
         before, behind = changes[self._sides.to(changes.device)]
-        return torch.lerp(before, behind, self._weight.to(changes)[:, None, None])
+        return torch.lerp(before, behind, self._weight.to(changes)[:, None])
