@@ -131,7 +131,7 @@ def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
         )  # fmt: skip
     axes.set_yscale("symlog", linthresh=LEAST_KL)
     axes.margins(x=0.15)
-    axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
 
 
 def _counted(summaries: Sequence[Summary]) -> bool:
