@@ -31,7 +31,7 @@ COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter t
 
 
 def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
-    """Quality against time and against work, distance from full against work, quality against memory where policies
+    """Quality against time and against work, distance from full against FLOPs, quality against memory where policies
     differ in it, and by task, length and pattern where there is more than one."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
@@ -94,7 +94,7 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
 
 
 def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
-    """KL along full's answer against work, and that of full itself in other orders, if that was asked for: a panel for
+    """KL along full's answer against FLOPs, and that of full itself in other orders, if that was asked for: a panel for
     each group. Forms of one policy are joined."""
     columns = min(3, len(panels))
     shape = -(-len(panels) // columns), columns
