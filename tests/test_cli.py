@@ -295,7 +295,9 @@ def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert {len(line["found"]) for line in found["layers"]} == {8}
     assert (tmp_path / "figure6_attention.png").exists()
     assert run(app, ["layers", "--texts", "1"]) == 0
-    assert f"transitive:probe_layers={found['probe']}" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert f"transitive:probe_layers={found['probe']}" in table
+    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [str(n) for n in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_profile_layers_writes_what_the_engine_loads(capsys: pytest.CaptureFixtu
     assert Engine(MODEL_DIR, kv_gib=0.01, stable_layers=profile.stable).library.stable_layers == profile.stable
     text.write_text("the code of lamp is 42 . " * 120)
     assert run(app, [*arguments, "--text", str(text)]) == 0
-    assert "own.txt" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "own.txt" in table
+    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [str(n) for n in range(8)]
     assert run(app, [*arguments, "--length", "50", "--text", str(text)]) == 2
     assert "length must give 11 blocks" in capsys.readouterr().err
 

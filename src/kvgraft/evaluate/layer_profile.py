@@ -104,13 +104,12 @@ def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> La
 
 
 def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> RenderableType:
-    """A line for each data set, for a rich console."""
+    """A line for each layer, for a rich console."""
     table = Table(title="texts whose most important block stands out in a layer", title_justify="left")
-    for name in ("texts", *map(str, range(len(profiled.scores)))):
-        table.add_column(name, justify="left" if name == "texts" else "right")
-    for name, scores in found.items():
-        table.add_row(name, *(f"{score:.0%}" for score in scores))
-    table.add_row("mean", *(f"{score:.0%}" for score in profiled.scores))
+    for name in ("layer", *found, "mean"):
+        table.add_column(name, justify="right")
+    for layer, scores in enumerate(zip(*found.values(), profiled.scores, strict=True)):
+        table.add_row(str(layer), *(f"{score:.0%}" for score in scores))
     return Group(table, Text(f"stable layers (N*): {', '.join(map(str, profiled.stable))}"))
 
 

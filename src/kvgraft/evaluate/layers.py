@@ -81,15 +81,14 @@ def draw(engine: Engine, made: NeedleText, directory: Path) -> None:
 
 
 def render(found: Survey) -> RenderableType:
-    """A line for each signal and layout, a column for each layer, for a rich console."""
+    """A line for each layer, for a rich console."""
     table = Table(
         title=f"texts (of {found.texts}) whose needle is among the layer's top {TOP_SHARE:.0%}", title_justify="left"
     )
-    layers = len(next(iter(found.found.values())))
-    for name in ("signal", "layout", *map(str, range(layers))):
-        table.add_column(name, justify="right" if name.isdigit() else "left", overflow="fold")
-    for (signal, layout), shares in found.found.items():
-        table.add_row(signal, layout, *(f"{share:.0%}" for share in shares))
+    for name in ("layer", *(f"{signal}, {layout}" for signal, layout in found.found)):
+        table.add_column(name, justify="right", overflow="fold")
+    for layer, shares in enumerate(zip(*found.found.values(), strict=True)):
+        table.add_row(str(layer), *(f"{share:.0%}" for share in shares))
     return Group(
         table, Text(f"attention finds the needle from layer {found.probe} on: transitive:probe_layers={found.probe}")
     )
