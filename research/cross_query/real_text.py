@@ -122,7 +122,7 @@ def render(found: Sequence[Outcome]) -> Table:
     """A line for each policy."""
     table = Table(title=f"near-duplicates, {len(found) // len(POLICIES)} prompts", title_justify="left")
     for name in ("policy", "reused", "FLOPs", "first token, of full's", "KL, nats", "edges: KL", "95 %", "rejected"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column(name, justify="left" if name == "policy" else "right", overflow="fold")
     for policy in POLICIES:
         mine = [one for one in found if one.policy == policy]
         edges = [value for one in mine for value in one.edges]
