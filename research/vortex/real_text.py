@@ -4,7 +4,7 @@ of its heads tell which blocks matter (Vortex, sections 6.1 and 6.3).
 The text is read densely. The question is decoded token by token under the flow, and so is the answer that dense
 attention gives.
 
-python -m research.vortex.real_text [--model smollm2] [--lengths 4096,8000] [--items 4] [--flows "quest;block_topk"]
+python -m research.vortex.real_text [--model smollm2] [--lengths 4096,7800] [--items 4] [--flows "quest;block_topk"]
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def _ask(engine: Engine, tokens: Sequence[int], most: int, flow: str, answer: Se
 
 def main(
     model: Annotated[Path, typer.Option(help="Directory or name of a model.")] = Path("smollm2"),
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "4096,8000",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "4096,7800",
     items: Annotated[int, typer.Option(help="Prompts of each length.")] = 6,
     k: Annotated[int, typer.Option(help="Blocks that flows choose.")] = 29,
     flows: Annotated[str | None, typer.Option(help="By semicolons.", show_default="named ones and masked ones")] = None,
@@ -115,7 +115,7 @@ def render(rows: Sequence[FlowDistance]) -> Table:
     """A line for each flow and length."""
     table = Table(title=f"along {ANSWER_TOKENS} tokens of dense attention's answers", title_justify="left")
     for name in ("tokens", "flow", "KL, nats", "95 %", "other tokens"):
-        table.add_column(name, justify="left" if name == "flow" else "right")
+        table.add_column(name, justify="left" if name == "flow" else "right", overflow="fold")
     groups: dict[tuple[int, str], list[FlowDistance]] = {}
     for row in rows:
         groups.setdefault((row.length, row.flow), []).append(row)
