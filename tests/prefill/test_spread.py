@@ -31,10 +31,10 @@ def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_acr
         start += length
     plan = Plan.for_prompt(start + 1, 4, matches=matches)
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=start + 1, max_size=start + 1))) & plan.grafted
-    changes = torch.randn(int(chosen.sum()), 6)
+    changes = torch.randn(int(chosen.sum()), 2, 3)
     distance = data.draw(st.sampled_from((0.01, 3.0, 100.0)))
     near = Neighbours(plan, chosen, chosen, distance)
-    found = torch.zeros(start + 1, 6)
+    found = torch.zeros(start + 1, 2, 3)
     found[near.where] = near.between(changes)
     for match in matches:
         places = np.arange(match.start, match.start + match.length)
@@ -42,12 +42,12 @@ def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_acr
         others = [place for place in places if not chosen[place]]
         assert near.where[others].tolist() == [bool(known)] * len(others)
         if known and others:
-            rows = changes[[int(chosen[:place].sum()) for place in known]]
+            rows = changes[[int(chosen[:place].sum()) for place in known]].flatten(1)
             near_by = np.abs(np.subtract.outer(range(len(known)), range(len(known)))) <= AVERAGED
             weights = torch.tensor(np.exp(-np.abs(np.subtract.outer(known, known)) / distance) * near_by).float()
             rows = weights @ rows / weights.sum(1, keepdim=True)
             expected = np.stack([np.interp(others, known, column) for column in rows.T.numpy()], axis=1)
-            np.testing.assert_allclose(found[others], expected, atol=1e-5)
+            np.testing.assert_allclose(found[others].flatten(1), expected, atol=1e-5)
     assert not (near.where & (chosen | ~plan.grafted)).any()
 
 
@@ -89,7 +89,7 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
     rope = engine.config.rope
 
     def expected(values: torch.Tensor) -> torch.Tensor:
-        return 0.7 * near.between(values.flatten(1)).unflatten(1, values.shape[1:])
+        return 0.7 * near.between(values)
 
     still = rotate(apart.keys[1, telling] - copied.keys[1, telling], *rope.table(-plan.positions[telling]))
     keys = copied.keys[1, near.where] + rotate(expected(still), *rope.table(plan.positions[near.where]))

@@ -90,7 +90,7 @@ def render(found: Survey) -> RenderableType:
     for layer, shares in enumerate(zip(*found.found.values(), strict=True)):
         table.add_row(str(layer), *(f"{share:.0%}" for share in shares))
     return Group(
-        table, Text(f"attention finds the needle from layer {found.probe} on: transitive:probe_layers={found.probe}")
+        table, Text(f"attention first finds the needle in layer {found.probe}: transitive:probe_layers={found.probe}")
     )
 
 

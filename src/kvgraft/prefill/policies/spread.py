@@ -71,9 +71,8 @@ class Spread(SelectsInRounds):
 
         def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
             keys, values = (new - old for new, old in zip(ctx.kv(index, telling), before, strict=True))
-            both = self.spread_share * near.between(torch.cat([back(keys).flatten(1), values.flatten(1)], 1))
-            more = both.split([keys[0].numel(), values[0].numel()], 1)
-            keys, values = (part.unflatten(1, old.shape[1:]) for part, old in zip(more, (keys, values), strict=True))
+            both = self.spread_share * near.between(torch.cat([back(keys), values], -1))
+            keys, values = both.split([keys.shape[-1], values.shape[-1]], -1)
             ctx.add(index, near.where, forth(keys), values)
 
         for index in range(ctx.num_layers):
@@ -154,8 +153,8 @@ class Neighbours:
         self._sides, self._weight = sides, weights[1] / weights.sum(0)  # of the one behind
 
     def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, m] of the telling tokens, averaged and interpolated linearly at the others: [n, m]."""
-        around = changes[self._around.to(changes.device)]  # [c, w, m]
-        changes = torch.einsum("cw,cwm->cm", self._averaged.to(changes), around)
+        """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
+        around = changes[self._around.to(changes.device)]  # [c, w, Hkv, d]
+        changes = torch.einsum("cw,cwhd->chd", self._averaged.to(changes), around)
         before, behind = changes[self._sides.to(changes.device)]
-        return torch.lerp(before, behind, self._weight.to(changes)[:, None])
+        return torch.lerp(before, behind, self._weight.to(changes)[:, None, None])
