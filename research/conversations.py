@@ -29,11 +29,12 @@ from rich.table import Table
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.metrics import contains_all, first_token
+from kvgraft.evaluate.metrics import contains_all
 from kvgraft.evaluate.plots import COLOURS, STYLE, save
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.evaluate.statistics import bootstrap, paired_difference
+from kvgraft.guard.distances import first_token
 from kvgraft.reuse.refresh import Allowance
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import Facts, make_documents

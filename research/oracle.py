@@ -31,10 +31,11 @@ from kvgraft.evaluate.jsonl import check_config, read_lines
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts, find_chat
 from kvgraft.evaluate.scoring import ANSWER_TOKENS, native_distances, send
-from kvgraft.evaluate.statistics import bootstrap, kl_divergence
+from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.evaluate.tasks import Item, Shape, TaskSuite, find_suites
 from kvgraft.evaluate.tasks.own import make_own
 from kvgraft.evaluate.tasks.packages import read_documentation
+from kvgraft.guard.distances import kl_divergence
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 

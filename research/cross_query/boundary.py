@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.evaluate.recording import Record, Recording, Wrapped
-from kvgraft.evaluate.statistics import kl_divergence
+from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
 

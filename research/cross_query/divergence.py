@@ -15,7 +15,7 @@ from kvgraft.engine.request import Request, Result
 from kvgraft.engine.text import anchor_ids
 from kvgraft.evaluate.jsonl import read_lines
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.evaluate.statistics import kl_divergence
+from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.policies import Similar, parse_policy
 from kvgraft.segments.prompt import Part
 from research.cross_query.asking import Agent

@@ -21,12 +21,12 @@ from kvgraft import Engine, Request, SamplingParams
 from kvgraft.decode.flows import DENSE
 from kvgraft.engine.request import Result
 from kvgraft.evaluate.jsonl import check_config, read_lines
-from kvgraft.evaluate.metrics import along
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_text, find_chat
 from kvgraft.evaluate.scoring import ANSWER_TOKENS
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.evaluate.tasks import Shape, find_suites
+from kvgraft.guard.distances import along
 from kvgraft.models import find_model
 
 ROWS, CONFIG = "rows.jsonl", "config.json"
@@ -37,7 +37,7 @@ MASKS = ("0+4", "1+5", "2+6", "3+7", "0+1+4+5", "2+3+6+7")
 
 
 class FlowDistance(msgspec.Struct, frozen=True):
-    """One prompt under one flow; distances as `metrics.along`."""
+    """One prompt under one flow; distances as `along`."""
 
     length: int
     item: int

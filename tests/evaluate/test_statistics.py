@@ -6,13 +6,11 @@ from math import isnan
 
 import numpy as np
 import pytest
-import torch
 
 from kvgraft.evaluate.statistics import (
     bootstrap,
     bootstrap_share,
     holm,
-    kl_divergence,
     mcnemar,
     paired_difference,
     paired_p,
@@ -147,11 +145,3 @@ def test_rank_correlation():
     assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2), "ties share a rank"
     assert isnan(rank_correlation([1, 2], [1, 2]))
     assert isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
-
-
-def test_kl_divergence():
-    truth, ours = torch.tensor([0.0, math.log(3.0)]), torch.tensor([math.log(3.0), 0.0])  # 1/4, 3/4 and 3/4, 1/4
-    expected = 0.25 * math.log(1 / 3) + 0.75 * math.log(3)
-    assert float(kl_divergence(truth, ours)) == pytest.approx(expected)
-    rows = kl_divergence(torch.stack((truth, truth + 5)), torch.stack((ours, truth)))
-    assert rows.tolist() == pytest.approx([expected, 0.0])

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvgraft.engine.decoder import Decoder, causal_attention
 from kvgraft.engine.engine import Engine
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.evaluate.statistics import kl_divergence
 from kvgraft.evaluate.tasks import Item, Shape, find_suites
+from kvgraft.guard.distances import kl_divergence
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.segments.prompt import tokenise

@@ -15,11 +15,11 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.evaluate.metrics import along_told
 from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_distances, send
 from kvgraft.evaluate.streaming import stream
 from kvgraft.evaluate.tasks import Ask, Item
+from kvgraft.guard.distances import along_told
 from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
@@ -38,7 +38,7 @@ class Answer:
         fallback: why what is known was not used; None where it was, and where nothing is known.
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
-        distances: from `full` along full's own answer, see `metrics.along`; over HTTP `metrics.along_told`.
+        distances: from `full` along full's own answer, see `along`; over HTTP `along_told`.
         counts: what was counted, such as `promoted_heads`; over HTTP only `kept_tokens` (of documents).
         kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
     """

@@ -1,18 +1,13 @@
-"""How good an answer is, and how near to full recomputation: text scores, distances of logits and KV."""
+"""How good an answer is by its text, and how far KV is from that of full recomputation."""
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from kvgraft.evaluate.calls import match_calls
-from kvgraft.evaluate.statistics import kl_divergence
-
-ROUNDING = 1e-7  # of float32 log-probabilities: less than that is not known of the tokens that nobody names
 
 
 def normalise(text: str) -> str:
@@ -47,44 +42,6 @@ SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 }  # fmt: skip
 
 
-def first_token(ours: Tensor, truth: Tensor) -> dict[str, float]:
-    """Distances of two logit vectors [V]: KL(truth || ours) in nats, agreement of the best and of the ten best tokens
-    (shares), cosine."""
-    ten = min(10, truth.numel())
-    common = set(truth.topk(ten).indices.tolist()) & set(ours.topk(ten).indices.tolist())
-    return {
-        "kl": float(kl_divergence(truth, ours)),
-        "top1": float(int(truth.argmax()) == int(ours.argmax())),
-        "top10": len(common) / ten,
-        "cosine": float(torch.nn.functional.cosine_similarity(truth.double(), ours.double(), dim=0)),
-    }
-
-
-def along(ours: Tensor, truth: Tensor, answer: Sequence[int]) -> dict[str, float]:
-    """Distances of logits [n, V] at the n places of full's answer: those of its first token, and, as means over the
-    places, `answer_kl` (KL(truth || ours) in nats), `flips` (whether the best token is another), and `loglik` (how much
-    more likely, in nats, the answer's token is than under the truth)."""
-    chosen = torch.tensor(answer)[:, None]
-    likely = [logits.double().log_softmax(-1).gather(1, chosen).mean() for logits in (ours, truth)]
-    return first_token(ours[0], truth[0]) | {
-        "answer_kl": float(kl_divergence(truth, ours).mean()),
-        "flips": float((ours.argmax(-1) != truth.argmax(-1)).double().mean()),
-        "loglik": float(likely[0] - likely[1]),
-    }
-
-
-def along_told(
-    ours: Sequence[Mapping[int, float]], truth: Sequence[Mapping[int, float]], answer: Sequence[int]
-) -> dict[str, float]:
-    """As `along`, of what a server tells at each place: log-probabilities of the answer's token and of those that are
-    most likely. KL is over the tokens that both tell; all others count as one, so it is a lower bound."""
-    kl = [_told_kl(here, there) for here, there in zip(ours, truth, strict=True)]
-    flips = [_best(here) != _best(there) for here, there in zip(ours, truth, strict=True)]
-    likelier = [here[token] - there[token] for here, there, token in zip(ours, truth, answer, strict=True)]
-    means = {name: float(np.mean(of)) for name, of in (("answer_kl", kl), ("flips", flips), ("loglik", likelier))}
-    return {"kl": kl[0], "top1": float(not flips[0])} | means
-
-
 def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
     """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice -> float32 [n]."""
     distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
@@ -100,15 +57,3 @@ def _f1(answer: list[str], expected: list[str]) -> float:
         return float(answer == expected)
     shared = sum((Counter(answer) & Counter(expected)).values())
     return 2 * shared / (len(answer) + len(expected))
-
-
-def _told_kl(ours: Mapping[int, float], truth: Mapping[int, float]) -> float:
-    """KL(truth || ours) of the tokens that both tell and of one more that stands for all others."""
-    both = sorted(ours.keys() & truth.keys())
-    p, q = (np.exp([told[token] for token in both]) for told in (truth, ours))
-    p, q = (np.append(told, max(1.0 - told.sum(), ROUNDING)) for told in (p, q))
-    return float(max(0.0, (p * np.log(p / q)).sum()))
-
-
-def _best(told: Mapping[int, float]) -> int:
-    return max(told, key=lambda token: (told[token], -token))

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.metrics import along
+from kvgraft.guard.distances import along
 
 ANSWER_TOKENS = 32  # of full's answer that are looked at
 ORDER_NOISE = "order noise"  # in the place of a policy

@@ -10,7 +10,6 @@ from math import isnan, nan
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 RESAMPLES = 2000
 PERMUTATIONS = 10_000
@@ -144,12 +143,6 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     if len(left) < 3 or len(set(left)) < 2 or len(set(right)) < 2:
         return nan
     return float(stats.spearmanr(left, right).statistic)
-
-
-def kl_divergence(truth: Tensor, ours: Tensor) -> Tensor:
-    """KL(truth || ours) in nats of each row of logits [..., V], float64 [...]."""
-    p, q = truth.double().log_softmax(-1), ours.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
 def _resampled_ratio(tops: np.ndarray, bottoms: np.ndarray, seed: int) -> tuple[float, float]:

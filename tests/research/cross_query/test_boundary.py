@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.evaluate.statistics import kl_divergence
+from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive, Similar, Transitive
 from kvgraft.segments.prompt import Part, Segment

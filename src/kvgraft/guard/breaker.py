@@ -1,0 +1,122 @@
+"""The breaker: when answers on approximate KV have become too bad, requests get a larger budget, then exact KV.
+
+A level is left upwards when its alarm is raised. After a while the requests that are drawn for scoring try the level
+below, and if enough of them are good, all others follow; each time that fails the while is doubled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvgraft.guard.bounds import Alarm
+
+APART = 2000.0  # scored answers between false alarms, at least, of a policy that is as bad as is allowed
+TRIED = 40  # answers of a trial, at least
+GOOD = 0.8  # of the target, that the mean of a trial may reach
+WAIT_S, LONGEST_S = 300.0, 86_400.0  # before a trial: at first, and at most
+SETTLED = 10.0  # times as long as it waited, at the lowest level: then it waits as at first
+
+
+class Level(IntEnum):
+    """How the requests of a policy are answered."""
+
+    AS_ASKED = 0
+    LARGER_BUDGET = 1
+    EXACT = 2
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of level, with what was known of it: `answers` were scored at the old level, or tried the new one."""
+
+    before: Level
+    after: Level
+    reason: str  # alarm, trial_passed, trial_failed
+    answers: int
+    mean: float  # of their values, as shares
+
+
+class _Run:
+    """Answers at one level since it was entered, or of one trial."""
+
+    def __init__(self, target: float) -> None:
+        self.alarm, self.count, self._sum = Alarm(target, APART), 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.alarm.add(value)
+        self.count += 1
+        self._sum += value
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self.count, 1)
+
+
+class Breaker:
+    """Of one policy.
+
+    Args:
+        target: what the mean of the answers' values may be, a share.
+        levels: those that the policy has; the first one is AS_ASKED, the last one EXACT.
+        clock: seconds, from any moment on.
+        on_transition: called with every change of level, and with trials that failed.
+    """
+
+    def __init__(
+        self,
+        target: float,
+        levels: tuple[Level, ...],
+        clock: Callable[[], float],
+        on_transition: Callable[[Transition], None],
+    ) -> None:
+        self._target, self._levels, self._clock, self._tell = target, levels, clock, on_transition
+        self.level, self._run, self._trial = levels[0], _Run(target), _Run(target)
+        self._entered = clock()
+        self._wait = WAIT_S / 2  # doubled when the first alarm is raised
+
+    @property
+    def is_tripped(self) -> bool:
+        """Whether requests are answered otherwise than they ask for."""
+        return self.level != self._levels[0]
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether requests that are drawn for scoring try the level below."""
+        return self.is_tripped and self._clock() >= self._entered + self._wait
+
+    def level_of(self, *, drawn: bool) -> Level:
+        """At which the next request is answered; `drawn`: its answer will be scored if it is approximate."""
+        return self._below if drawn and self.is_trying else self.level
+
+    def add(self, level: Level, value: float) -> None:
+        """An answer of this level has been scored; those of levels that have been left tell nothing any more."""
+        if level == self.level:
+            self._run.add(value)
+            if self._run.alarm.raised:
+                self._lengthen()
+                self._move(self._levels[self._levels.index(level) + 1], "alarm", self._run)
+        elif self.is_trying and level == self._below:
+            self._trial.add(value)
+            self._judge()
+
+    @property
+    def _below(self) -> Level:
+        return self._levels[self._levels.index(self.level) - 1]
+
+    def _judge(self) -> None:
+        """End the trial, if it is clear how."""
+        trial = self._trial
+        if trial.alarm.raised or trial.count >= 4 * TRIED:
+            self._lengthen()
+            self._move(self.level, "trial_failed", trial)
+        elif trial.count >= TRIED and trial.mean <= GOOD * self._target:
+            self._move(self._below, "trial_passed", trial)
+
+    def _lengthen(self) -> None:
+        settled = not self.is_tripped and self._clock() >= self._entered + SETTLED * self._wait
+        self._wait = WAIT_S if settled else min(2 * self._wait, LONGEST_S)
+
+    def _move(self, level: Level, reason: str, run: _Run) -> None:
+        before, self.level, self._entered = self.level, level, self._clock()
+        self._run, self._trial = _Run(self._target), _Run(self._target)
+        self._tell(Transition(before, level, reason, run.count, run.mean))
