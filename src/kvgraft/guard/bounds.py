@@ -1,7 +1,7 @@
 """What scored answers say of all: a bound on their mean that holds at any time, and when it has become too great.
 
-Both bet against a hypothesis, with wealth that cannot be expected to grow while it is true; so they can be looked at after
-every answer. All values are shares, in [0, 1].
+Both bet against a hypothesis, with wealth that cannot be expected to grow while it is true. So they may be looked at
+after every answer. All values are shares, in [0, 1].
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from kvgraft.methods import require_share
 
 BETS = np.geomspace(0.005, 0.95, 12)[:, None]  # [b, 1]: of the wealth, that a bet may lose at most
-MEANS = np.concatenate([np.geomspace(1e-5, 0.1, 160, endpoint=False), np.linspace(0.1, 1, 90, endpoint=False)])  # [m]
+MEANS = np.concatenate([np.geomspace(1e-4, 0.1, 90, endpoint=False), np.linspace(0.1, 1, 90, endpoint=False)])  # [m]
 
 
 class ConfidenceSequence:

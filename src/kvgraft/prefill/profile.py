@@ -13,7 +13,7 @@ Interval = tuple[float, float, float]  # mean, and the ends of its 95 % interval
 
 
 class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Means over some prompts, along full's own answers (`kvgraft.evaluate.metrics.along`).
+    """Means over some prompts, along full's own answers (`kvgraft.guard.distances.along`).
 
     Attributes:
         flops: floating-point operations of the prefill, of those of full recomputation.

@@ -25,7 +25,9 @@ FALLBACKS = {  # reasons why known text was given up
 REFUSALS = {  # reasons why it was not to be grafted, or could not be
     "off": "it said so (reuse: off)",
     "policy_full": "its policy is full",
-    "control": "it is an operation on frozen segments",
+    "guard_tripped": "the guard of quality found answers of its policy too far from exact ones",
+    "exact_for": "the operator wants requests of its kind answered with exact KV",
+    "control": "it is an operation of the server itself",
     "invalid_params": "its kv_transfer_params could not be read",
     "residual_stream": "the residual stream of a layer that its policy needs is not kept: --kvgraft-residual-layers",
     "tensor_parallel": "its policy needs all heads or all logits on one rank",

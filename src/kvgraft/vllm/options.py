@@ -11,22 +11,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from kvgraft.methods import UnknownOption, require_share
+from kvgraft.methods import UnknownOption, require_choice, require_share
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import parse_policy, with_options
 from kvgraft.prefill.report import PrefillReport
 from kvgraft.reuse.index import wants_similar
 
-KEY = "kvgraft"  # in kv_transfer_params
+PARAMS = "kv_transfer_params"  # of requests and answers
+KEY = "kvgraft"  # in these
+EXACT_BECAUSE = "kvgraft_exact"  # likewise, set by the API server alone: why a request gets exact KV
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server
 _LABEL_LENGTH = 8  # hexadecimal digits
 SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
 REFRESH, READ = "refresh", "read"  # control operations that read anew
-_OPS = ("freeze", "delete", "list", REFRESH, READ)
-_OWN_FIELDS = ("policy", "reuse", "match", "namespace", "shared", "answer")
+SCORE = "score"  # another: computes exactly what an answer is scored by
+_OPS = ("freeze", "delete", "list", REFRESH, READ, SCORE)
+OWN_FIELDS = ("policy", "reuse", "quality", "match", "namespace", "shared", "answer")
+QUALITIES = ("exact", "guarded", "fast")
+GUARDED = "guarded"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class RequestOptions:
     Attributes:
         policy: the method with its options.
         reuse: False takes exact prefix hits only, and computes everything else.
+        quality: `guarded`: the guard may have it answered with more exact KV; `fast`: it may not.
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
         shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
@@ -45,17 +51,23 @@ class RequestOptions:
 
     policy: Policy
     reuse: bool = True
+    quality: str = GUARDED
     namespace: str = ""
     match_similar: bool = False
     shared: tuple[str, ...] | None = None
     answer: tuple[int, ...] = ()
     profile: str | None = None
 
+    @property
+    def is_approximate(self) -> bool:
+        """Whether its answer may rest on KV that is not exact."""
+        return self.reuse and (self.policy.uses_grafts or isinstance(self.policy, KeepsDocuments))
+
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
-        """From `{"policy": name, "reuse": "auto" | "exact" | "off", "match": "exact" | "similar", "namespace": text,
-        "shared": [text, ...], "answer": [token id, ...], <policy option>: value}`, all optional. `off` is another word
-        for `exact`.
+        """From `{"policy": name, "reuse": "auto" | "exact" | "off", "quality": "exact" | "guarded" | "fast", "match":
+        "exact" | "similar", "namespace": text, "shared": [text, ...], "answer": [token id, ...], <policy option>:
+        value}`, all optional. `off` is another word for `exact`, and quality `exact` one more.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
 
@@ -67,26 +79,29 @@ class RequestOptions:
             raise ValueError(f"policy must be a string, got {name!r}")
         if reuse not in ("auto", "exact", "off"):
             raise ValueError(f"reuse must be 'auto', 'exact' or 'off', got {reuse!r}")
+        quality = given.get("quality", GUARDED)
+        require_choice("quality", quality, QUALITIES)
         check_name("namespace", namespace, may_be_empty=True)
         similar = wants_similar(given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR)
         base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
-        options = {key: value for key, value in given.items() if key not in _OWN_FIELDS}
+        options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
         policy = _changed(base, options)
         if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
             raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
         shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
         profile = default.profile if policy == default.policy else None
-        return cls(policy, reuse == "auto", namespace, similar, shared, answer, profile)
+        is_exact = reuse != "auto" or quality == "exact"
+        return cls(policy, not is_exact, quality, namespace, similar, shared, answer, profile)
 
 
 @dataclass(frozen=True)
 class Control:
     """An operation on the frozen pool, or on what is to be read anew, sent by the API server as a request of its own:
     the one way into the engine that every layout of vLLM has. The prompt of `freeze` is the text to pin, that of `read`
-    the text to read; that of the others is ignored.
+    the text to read, that of `score` what to compute; that of the others is ignored.
 
     Attributes:
-        op: freeze, delete, list; refresh, read (see `RefreshControls`).
+        op: freeze, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
         owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
         quota: share of the frozen capacity that this owner may take.
     """
@@ -136,12 +151,14 @@ class Report(PrefillReport):
         counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
             them; empty if there were none.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
+        guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
     registered_blocks: int = 0
     kept_tokens: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    guard: str | None = None
 
     def as_params(self) -> dict[str, Any]:
         """`{"kvgraft": {...}}`."""
@@ -182,7 +199,7 @@ def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
     try:
         return with_options(policy, options)
     except UnknownOption as error:
-        raise ValueError(f"{error}; a request itself has {', '.join(_OWN_FIELDS)}") from error
+        raise ValueError(f"{error}; a request itself has {', '.join(OWN_FIELDS)}") from error
 
 
 def _shared(names: Any) -> tuple[str, ...] | None:

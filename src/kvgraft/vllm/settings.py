@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvgraft.methods import require_amount, require_at_least, require_share
+from kvgraft.guard.target import Target
+from kvgraft.methods import require_amount, require_at_least, require_choice, require_share
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY
 from kvgraft.prefill.profile import PolicyProfile
@@ -19,6 +20,9 @@ RENAMED = {  # settings by the names that they had
     "exits": "residual_layers", "approximate_sources": "max_depth", "min_graft_tokens": "exact_value",
     "min_graft_share": "exact_value",
 }  # fmt: skip
+
+
+KINDS = ("tools", "json")  # of requests, see `exact_for`
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class KVGraftSettings:
             part of them.
         refresh: how many tokens of popular text that is known only approximately are read anew, exactly, while no
             request runs: at most this share of the prompt tokens that requests have brought.
+        guard: share of the answers on approximate KV that are scored with exact KV.
+        guard_target: what quality is kept, `flips=0.01` or `kl=0.05` (nats): a policy whose answers are worse gets a
+            larger budget, then requests with it get exact KV. None: whatever is found.
+        guard_tokens: that may be computed a minute to score answers.
+        exact_for: kinds of requests that always get exact KV, of `tools` and `json`.
     """
 
     policy: str | None = None
@@ -71,6 +80,10 @@ class KVGraftSettings:
     exact_value: float = EXACT_VALUE
     document_gib: float = 2.0
     refresh: float = 0.0
+    guard: float = 0.0
+    guard_target: str | None = None
+    guard_tokens: int = 20_000
+    exact_for: tuple[str, ...] = ()
 
     @property
     def default(self) -> RequestOptions:
@@ -95,6 +108,11 @@ class KVGraftSettings:
     def similarity(self) -> Similarity | None:
         """What counts as a near-duplicate; None: nothing does."""
         return parse_match(self.match or served_policy(self.default_policy).match)
+
+    @property
+    def target(self) -> Target | None:
+        """What quality is kept."""
+        return None if self.guard_target is None else Target.parse(self.guard_target)
 
     @property
     def store(self) -> StoreOptions | None:
@@ -139,7 +157,7 @@ class KVGraftSettings:
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
         for layer in settings.residual_layers:
             require_at_least("residual_layers", layer, 0)
-        for name in ("watermark", "frozen_capacity", "exact_value", "refresh"):
+        for name in ("watermark", "frozen_capacity", "exact_value", "refresh", "guard"):
             require_share(name, getattr(settings, name))
         if settings.frozen_quota is not None:
             require_share("frozen_quota", settings.frozen_quota)
@@ -154,8 +172,20 @@ class KVGraftSettings:
         if not isinstance(settings.costs, str):
             raise ValueError(f"costs must be measured, tokens or a file, got {settings.costs!r}")
         _ = settings.given_costs
+        _check_guard(settings)
         require_at_least("max_depth", settings.max_depth, 0)
         for name in ("continuation", "require_clean_context"):
             if not isinstance(getattr(settings, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(settings, name)!r}")
         return settings
+
+
+def _check_guard(settings: KVGraftSettings) -> None:
+    """Raise ValueError if what is to be kept of quality cannot be."""
+    require_at_least("guard_tokens", settings.guard_tokens, 1)
+    if settings.target is not None and not settings.guard:
+        raise ValueError(f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to score")
+    if not isinstance(settings.exact_for, list | tuple):
+        raise ValueError(f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}")
+    for kind in settings.exact_for:
+        require_choice("exact_for", kind, KINDS)

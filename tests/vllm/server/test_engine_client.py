@@ -15,8 +15,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.granted import GRANTED, granted_salts
-from kvgraft.vllm.options import CONTROL_TOKEN, Report, RequestOptions
-from kvgraft.vllm.server.engine_client import CURRENT, NOT_RESET, PARAMS, Call, GuardedEngineClient
+from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, Report, RequestOptions
+from kvgraft.vllm.server.call import CURRENT, Call
+from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted

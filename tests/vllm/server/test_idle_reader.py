@@ -16,7 +16,7 @@ from test_server import QUESTION, complete
 from kvgraft.vllm.options import READ, REFRESH, Control
 from kvgraft.vllm.server import idle_reader
 from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.server.engine_client import Call
+from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.idle_reader import PIECE, IdleReader
 from kvgraft.vllm.server.keys import API_KEY
 from kvgraft.vllm.server.server_state import ServerState

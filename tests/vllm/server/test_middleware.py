@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.server.engine_client import CURRENT, parse_params
+from kvgraft.vllm.server.call import CURRENT
+from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.middleware import MAX_BODY, ServerMiddleware
 from kvgraft.vllm.server.sharing import Grants

@@ -8,9 +8,10 @@ from vllm.config import VllmConfig
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Similar
+from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat.given_answers import check_answer
 from kvgraft.vllm.granted import GRANTED, granted_salts
-from kvgraft.vllm.options import KEY, Control, RequestOptions
+from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 
 logger = logging.getLogger("kvgraft")
 
@@ -47,6 +48,8 @@ class ReuseEligibility:
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return self._default, "invalid_params", ()
+        if (because := params.get(EXACT_BECAUSE)) in REFUSALS:
+            return options, because, ()
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
         return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks), salts
 

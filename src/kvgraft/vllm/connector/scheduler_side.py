@@ -32,7 +32,7 @@ from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
-from kvgraft.vllm.options import KEY, Control, RequestOptions
+from kvgraft.vllm.options import KEY, SCORE, Control, RequestOptions
 from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
@@ -229,6 +229,8 @@ class SchedulerSide:
         self._hiding.give_up(state)
         if isinstance(state.options, Control) and state.options.reads_anew:
             return {KEY: self._refresh.ended(state)}
+        if isinstance(state.options, Control) and state.options.op == SCORE:
+            return None
         if isinstance(state.options, Control):
             return {KEY: self._controls.apply(state, blocks)} if request.num_output_tokens else None
         state.report.registered_blocks = state.offer.num_entries

@@ -2,7 +2,7 @@
 
 import os
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,12 @@ from kvgraft.models import KNOWN, find_model, is_name
 from kvgraft.prefill.profile import POLICY_FILE
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat.given_answers import RAW
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.server.sharing import FLAG, Grants
 from kvgraft.vllm.server.tenancy import Keyring
+from kvgraft.vllm.server.watching import TOLD
 from kvgraft.vllm.settings import KVGraftSettings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
@@ -76,7 +78,12 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-_PLAIN: tuple[tuple[str, type, str], ...] = (  # flags with one value: name, type, help
+def _kinds(text: str) -> tuple[str, ...]:
+    """By commas."""
+    return tuple(text.split(","))
+
+
+_PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one value: name, type, help
     ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
     ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
@@ -90,6 +97,14 @@ _PLAIN: tuple[tuple[str, type, str], ...] = (  # flags with one value: name, typ
         "Read popular text exactly that is known only approximately while no request runs, at most so many tokens as "
         "this share of what requests have brought; 0: none.",
     ),
+    ("guard", float, "Share of the answers on approximate KV that are scored again with exact KV."),
+    (
+        "guard-target",
+        str,
+        "flips=0.01 or kl=0.05: a policy whose answers are worse gets a larger budget, then exact KV.",
+    ),
+    ("guard-tokens", int, "That may be computed a minute to score answers."),
+    ("exact-for", _kinds, "Kinds of requests that always get exact KV: tools, json, or both with a comma."),
     ("store-dir", str, "Directory for exact blocks, which outlasts the server."),
     ("store-ram-gib", float, "Host memory for exact blocks that vLLM reclaims."),
     ("store-disk-gib", float, "Size of the store's directory."),
@@ -207,6 +222,12 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
     if args.kvgraft_refresh and args.enable_sleep_mode:
         yield "--kvgraft-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
+    if args.kvgraft_guard and args.enable_sleep_mode:
+        yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
+    if args.kvgraft_guard and args.logprobs_mode != RAW:
+        yield f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode {args.logprobs_mode}"
+    if args.kvgraft_guard and 0 <= args.max_logprobs < TOLD:
+        yield f"--kvgraft-guard: it needs --max-logprobs of at least {TOLD}, got {args.max_logprobs}"
     if (args.api_server_count or 1) > 1:
         yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:

@@ -2,8 +2,6 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,36 +12,16 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from kvgraft.vllm.compat.given_answers import check_answer
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.granted import GRANTED, granted_params
-from kvgraft.vllm.options import KEY, Control, RequestOptions
+from kvgraft.vllm.options import KEY, PARAMS, Control, RequestOptions
+from kvgraft.vllm.server.call import CURRENT, Call
+from kvgraft.vllm.server.guarding import ServerGuard
 from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
+from kvgraft.vllm.server.watching import Watched
 
-PARAMS = "kv_transfer_params"
 NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"  # says vLLM's scheduler
 MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
-
-
-@dataclass
-class Call:
-    """One HTTP request on its way to the engine.
-
-    Attributes:
-        salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
-        yields: whether it gives way to any other one: nobody waits for it.
-        reports: what the engine reported on each prompt of the request, in their order; None until it ends.
-        cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
-    """
-
-    principal: Principal
-    route: str
-    salt: str | None = None
-    yields: bool = False
-    reports: list[dict[str, Any] | None] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
-
-
-CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)
 
 
 def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
@@ -74,6 +52,8 @@ class GuardedEngineClient:
 
     Attributes:
         before_request: awaited before a request enters the engine that does not yield to others.
+        guard: of the answers' quality, if there is one.
+        num_waiting: requests that wait for their first token, without those that yield to others.
     """
 
     def __init__(
@@ -81,20 +61,25 @@ class GuardedEngineClient:
     ) -> None:
         self._salts, self._grants, self._request_log, self._default = salts, grants, request_log, default
         self.before_request: Callable[[], Awaitable[None]] = _nothing
+        self.guard: ServerGuard | None = None
+        self.num_waiting = 0
+        self._watched: dict[str, Watched] = {}  # not yet admitted, by vLLM's id of the request
         self._client = client
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._stopped = StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
 
-    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         """As vLLM's own, which it calls; refuses bad options before anything runs.
 
         Raises:
             VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params` allows.
             NotGranted: they name a shared namespace that is not granted to the caller.
         """
-        params, call = _params_of(sampling_params), CURRENT.get()
+        params, call, options = _params_of(sampling_params), CURRENT.get(), self._default
         if params is not None:
             try:
                 options = parse_params(params, self._default)
@@ -104,12 +89,17 @@ class GuardedEngineClient:
                     self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter=f"{PARAMS}.{KEY}") from error
-        outputs = self._generate(prompt, sampling_params, *args, **kwargs)
         if call is None:
-            return outputs
+            return self._generate(prompt, sampling_params, request_id, *args, **kwargs)
+        watched = None
+        if self.guard is not None and isinstance(sampling_params, SamplingParams):
+            sampling_params, watched = self.guard.begin(call, sampling_params, options)
         call.reports.append(None)
         call.cached.append(0)
-        return self._watch(call, len(call.reports) - 1, outputs)
+        outputs = self._generate(prompt, sampling_params, request_id, *args, **kwargs)
+        if watched is not None:
+            self._watched[request_id] = watched
+        return self._watch(call, len(call.reports) - 1, outputs, request_id)
 
     async def admit(self, request: Any) -> None:
         """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to the engine."""
@@ -124,6 +114,8 @@ class GuardedEngineClient:
             given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
             request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
             self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
+        if (watched := self._watched.get(getattr(request, "external_req_id", None) or request.request_id)) is not None:
+            watched.salt = request.cache_salt
         await self._admit(request)
 
     def _share(self, request: Any, names: Sequence[str]) -> None:
@@ -173,34 +165,49 @@ class GuardedEngineClient:
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.
         """
-        params = SamplingParams(
+        output = await self.run(call, control, token_ids, request_id)
+        return (output.kv_transfer_params or {}).get(KEY) or {} if output is not None else {}
+
+    async def run(
+        self, call: Call, control: Control, token_ids: list[int], request_id: str, **params: Any
+    ) -> Any | None:
+        """As `operate`, with more sampling parameters; returns vLLM's last output, None if it was aborted."""
+        sampling_params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={PARAMS: control.as_params()},
+            **params,
         )
-        before = CURRENT.set(call)
+        before, last = CURRENT.set(call), None
         try:
-            answer: dict[str, Any] = {}
-            async with aclosing(self._generate(tokens_input(token_ids), params, request_id)) as outputs:
+            async with aclosing(self._generate(tokens_input(token_ids), sampling_params, request_id)) as outputs:
                 async for output in outputs:
-                    answer = (output.kv_transfer_params or {}).get(KEY) or answer
-            return answer
+                    last = output
+            return last
         finally:
             CURRENT.reset(before)
 
-    async def _watch(self, call: Call, slot: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def _watch(
+        self, call: Call, slot: int, outputs: AsyncGenerator[Any, None], request_id: str
+    ) -> AsyncGenerator[Any, None]:
         """Pass outputs on; what the last one reports is known before it is passed on."""
-        last = None
+        last, waits, watched = None, True, self._watched.get(request_id)
+        self.num_waiting += 1
         try:
             async with aclosing(outputs):
                 await self.before_request()
                 async for output in outputs:
+                    self.num_waiting, waits = self.num_waiting - waits, False
                     call.cached[slot] = output.num_cached_tokens or call.cached[slot]
+                    if watched is not None:
+                        watched.take(output)
                     if output.finished:
                         last = output
-                        call.reports[slot] = (output.kv_transfer_params or {}).get(KEY)
+                        report = call.reports[slot] = (output.kv_transfer_params or {}).get(KEY)
+                        if watched is not None and self.guard is not None:
+                            self.guard.end(watched, report)
                     yield output
         except (VLLMClientError, GracefulHTTPError):
             raise  # refused before it ran
@@ -208,7 +215,11 @@ class GuardedEngineClient:
             self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
             raise
         else:
-            self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
+            scored = {} if watched is None else watched.found
+            self._request_log.add(Entry.of(call.principal.tenant, call.route, last, scored))
+        finally:
+            self.num_waiting -= waits
+            self._watched.pop(request_id, None)
 
 
 async def _nothing() -> None:

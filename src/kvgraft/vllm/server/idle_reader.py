@@ -6,7 +6,8 @@ import secrets
 from typing import Any
 
 from kvgraft.vllm.options import READ, REFRESH, Control
-from kvgraft.vllm.server.engine_client import Call, GuardedEngineClient
+from kvgraft.vllm.server.call import Call
+from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import NO_TEXT
 from kvgraft.vllm.server.tenancy import LOCAL, Principal
 

@@ -9,9 +9,10 @@ from starlette.datastructures import Headers
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvgraft.vllm.options import KEY, RequestOptions
+from kvgraft.vllm.options import KEY, PARAMS, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
-from kvgraft.vllm.server.engine_client import CURRENT, PARAMS, Call, parse_params
+from kvgraft.vllm.server.call import CURRENT, Call
+from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
@@ -50,7 +51,7 @@ class ServerMiddleware:
             return
         except _Disconnected:
             return
-        call = Call(principal, path) if principal is not None else None
+        call = Call(principal, path, kinds=_kinds(body)) if principal is not None else None
         before = CURRENT.set(call)
         try:
             await self._app(scope, receive if body is None else _Replay(body, receive), _reporting(call, send))
@@ -87,11 +88,7 @@ class ServerMiddleware:
         """
         if PARAMS.encode() not in body:
             return
-        try:
-            params = msgspec.json.decode(body, type=_Peek).kv_transfer_params
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            return
-        if params is not None:
+        if (params := _peek(body).kv_transfer_params) is not None:
             try:
                 self._grants.names_for(principal.tenant, parse_params(params, self._default).shared)
             except NotGranted as error:
@@ -102,6 +99,24 @@ class ServerMiddleware:
 
 class _Peek(msgspec.Struct):
     kv_transfer_params: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+
+
+def _peek(body: bytes) -> _Peek:
+    """Some fields of a body; nothing of one that is not understood."""
+    try:
+        return msgspec.json.decode(body, type=_Peek)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _Peek()
+
+
+def _kinds(body: bytes | None) -> frozenset[str]:
+    """What a request is, as far as its body says so: tools, if it may call some."""
+    if body is None or b'"tools"' not in body:
+        return frozenset()
+    found = _peek(body)
+    return frozenset({"tools"} if found.tools and found.tool_choice != "none" else ())
 
 
 class _Disconnected(Exception):

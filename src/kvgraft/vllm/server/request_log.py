@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Entry:
         tokens: of the prompt, by kind; `recomputed` are among `grafted`.
         spans: [start, stop, kind] of the prompt.
         reason: why nothing was grafted.
+        guard: as in the report. `scored`: its distances from exact KV, once they are known (`distances.along_told`).
     """
 
     ended_at: float
@@ -37,9 +38,11 @@ class Entry:
     tokens: dict[str, int] = field(default_factory=dict)
     spans: Sequence[Sequence[int | str]] = ()
     reason: str | None = None
+    guard: str | None = None
+    scored: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tenant: Tenant, route: str, output: Any) -> "Entry":
+    def of(cls, tenant: Tenant, route: str, output: Any, scored: Mapping[str, float] | None = None) -> "Entry":
         """From the engine's last `RequestOutput`, or None if the request was aborted before it."""
         if output is None:
             return cls(time.time(), tenant.label, route, "aborted")
@@ -57,6 +60,8 @@ class Entry:
             {kind: getattr(report, f"{kind}_tokens") for kind in KINDS},
             report.spans,
             report.reason,
+            report.guard,
+            {} if scored is None else scored,
         )
 
 

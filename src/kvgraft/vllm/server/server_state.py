@@ -6,11 +6,12 @@ from typing import Any
 
 from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import FrozenSegments
+from kvgraft.vllm.server.guarding import ServerGuard
 from kvgraft.vllm.server.idle_reader import IdleReader
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
-from kvgraft.vllm.server.tenancy import Keyring, Salts, Tenant
+from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
 from kvgraft.vllm.settings import KVGraftSettings
 
 
@@ -60,11 +61,21 @@ class ServerState:
             raise ValueError(f"no shared namespace {namespace!r}: there are {known}")
         return SHARED
 
+    def guard_view(self, principal: Principal) -> dict[str, Any] | None:
+        """What the guard knows, as far as the caller may see it; None: there is none."""
+        guard = None if self._engine_client is None else self._engine_client.guard
+        if guard is None or not self.settings.guard:
+            return None
+        sees_all = principal.is_admin or self.keyring.has_one_tenant
+        return guard.view(None if sees_all else principal.tenant.label)
+
     def connect(self, engine_client: Any) -> None:
         """Guard the engine client that the routes of this server use, in the event loop that serves them."""
         self._engine_client = GuardedEngineClient(
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
+        if self.settings.guard or self.settings.exact_for:
+            self._engine_client.guard = ServerGuard(self.settings, self._engine_client)
         if self.settings.refresh:
             self._idle_reader = IdleReader(self._engine_client)
 

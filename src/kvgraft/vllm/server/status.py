@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from kvgraft.vllm.server.engine_client import CURRENT
+from kvgraft.vllm.server.call import CURRENT
 
 STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
@@ -64,6 +64,7 @@ async def status(request: Request) -> dict[str, Any]:
         "uptime_s": time.monotonic() - STARTED,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
         "segments": await state.segments.view(principal),
+        "guard": state.guard_view(principal),
         **state.request_log.view(principal),
         **(engine_figures() if principal.is_admin or state.keyring.has_one_tenant else NO_FIGURES),
     }
