@@ -18,6 +18,7 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import with_options
 
 logger = logging.getLogger("kvgraft")
+ANSWER_TOKENS = 128  # of an answer, that are scored at most
 MOST_POLICIES = 32  # that are guarded at a time: those that requests have named last
 LARGER = 4.0  # times the share of tokens that a policy recomputes
 MEASURES: tuple[Measure, ...] = ("flips", "kl")

@@ -8,10 +8,9 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 
-from kvgraft.guard.guard import Ticket
+from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 
 TOLD = 20  # most likely tokens of each place
-ANSWER_TOKENS = 128  # of an answer that are scored, at most
 Told = dict[int, float]  # log-probabilities, by token
 
 
