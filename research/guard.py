@@ -1,0 +1,239 @@
+"""How soon the guard finds damage, and how far its estimate is from the truth.
+
+Many prompts are answered under a policy, and once more with KV that is damaged on purpose; every answer is scored. Then
+streams of requests are drawn from these, of which the guard sees its share:
+
+shift    keys stand one position further on than they should
+values   values are those of text a segment further on
+token    every source differs by one token from what it is taken for
+
+python -m research.guard measure --model bundled --suite all --items 10      # answers, scored: minutes to hours
+python -m research.guard streams --share 0.01 --target flips=0.05            # what the guard makes of them: seconds
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvgraft import Engine, Request, SamplingParams
+from kvgraft.evaluate.jsonl import check_config, read_lines
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.prompts import as_parts, find_chat
+from kvgraft.evaluate.scoring import send
+from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
+from kvgraft.guard.breaker import Level
+from kvgraft.guard.guard import Guard
+from kvgraft.guard.native import score
+from kvgraft.guard.target import Target
+from kvgraft.models import find_model
+from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.testbed import MODEL_DIR
+
+HEALTHY = "healthy"
+DAMAGES = ("shift", "values", "token")
+ROWS, CONFIG = "rows.jsonl", "config.json"
+SHORT = 32  # tokens of an answer
+
+app = typer.Typer(add_completion=False)
+
+
+class ScoredAnswer(msgspec.Struct, frozen=True):
+    """One prompt under one condition; distances as `distances.along`, along the answer that was given."""
+
+    suite: str
+    pattern: str
+    condition: str
+    depth: int
+    grafted_share: float
+    distances: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Damaged(Policy):
+    """A policy whose host damages what it grafts."""
+
+    name: ClassVar[str] = "damaged"
+
+    policy: Policy
+    how: str
+
+    def recover(self, ctx: PrefillContext) -> Hidden:
+        """As the policy, on damaged grafts."""
+        return self.policy.recover(cast(PrefillContext, _Damaging(ctx, self.how)))
+
+
+class _Damaging:
+    """A host whose grafts are not what they should be; all else is another's."""
+
+    def __init__(self, ctx: PrefillContext, how: str) -> None:
+        self._ctx, self._how = ctx, how
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def graft(self, layers: Sequence[int]) -> None:
+        """Graft, and damage."""
+        self._ctx.graft(layers)
+        where = self._ctx.plan.grafted
+        one = torch.ones(int(where.sum()), dtype=torch.long)
+        further = self._ctx.turning(one)
+        for index in layers:
+            keys, values = self._ctx.kv(index, where)
+            if self._how == "shift":
+                self._ctx.add(index, where, further(keys) - keys, torch.zeros_like(values))
+            else:
+                others = values.roll(-max(1, len(one) // 4), 0)
+                self._ctx.add(index, where, torch.zeros_like(keys), others - values)
+
+
+def conditions(engine: Engine, item: Item, policy: Policy, seed: str) -> Iterator[ScoredAnswer]:
+    """The item's prompts under every condition."""
+    rng = Random(seed)  # noqa: S311
+    texts = {text for read in item.phase_1 for text in read}
+    changed = {text: _with_other_token(engine, text, rng) for text in sorted(texts)}
+    chat = find_chat(engine.tokenizer) if item.chat else None
+
+    def request(ask: Ask, condition: str) -> Request:
+        parts = [changed.get(part, part) if condition == "token" else part for part in ask.segments]
+        known = {*texts, *changed.values()}
+        damaged = Damaged(policy, condition) if condition in ("shift", "values") else policy
+        sampling = SamplingParams(max_tokens=min(SHORT, ask.max_tokens))
+        return Request(as_parts(parts, known, chat, ask.begun), damaged, sampling, remember=False, return_logits=True)
+
+    for condition in (HEALTHY, *DAMAGES):
+        if condition in (HEALTHY, "token"):
+            engine.clear_cache()
+            for read in item.phase_1:
+                parts = [changed[text] if condition == "token" else text for text in read]
+                send(engine, Request(as_parts(parts, chat=chat), "full", SamplingParams(max_tokens=1, ignore_eos=True)))
+        for ask in item.phase_2:
+            asked = request(ask, condition)
+            result, report = send(engine, asked), None
+            report = result.report
+            if not report.depth:
+                continue
+            true = replace(asked, prompt=request(ask, HEALTHY).prompt)
+            yield ScoredAnswer(
+                ask.task, item.pattern, condition, report.depth, report.grafted_tokens / report.prompt_tokens,
+                score(engine, true, result),
+            )  # fmt: skip
+
+
+def _with_other_token(engine: Engine, text: str, rng: Random) -> str:
+    """The text with one word replaced by another one of it, of as many tokens."""
+    words, length = text.split(" "), len(engine.encode(text))
+    for _ in range(1000):
+        place, word = rng.randrange(len(words)), rng.choice(words)
+        other = " ".join([*words[:place], word, *words[place + 1 :]])
+        if other != text and len(engine.encode(other)) == length:
+            return other
+    raise ValueError(f"no word of {text[:40]!r} can be replaced")
+
+
+@app.command()
+def measure(
+    model: Annotated[Path, typer.Option(help="Directory or name of a model.")] = MODEL_DIR,
+    suite: Annotated[str, typer.Option(help="As of `kvgraft eval`.")] = "all",
+    policy: str = DEFAULT_POLICY,
+    items: Annotated[int, typer.Option(help="Texts of each task.")] = 8,
+    length: int = 1024,
+    seed: int = 5000,
+    out: Path = Path("results/guard"),
+) -> None:
+    """Answer and score, under all conditions; go on where it was stopped."""
+    engine = Engine(find_model(model, fetch=True), dtype="float32", continuation=False)
+    made = [
+        (one.name, number, item)
+        for one in find_suites(suite)
+        for number, item in enumerate(one.items(seed, items, Shape(length)))
+    ]
+    check_config(out / CONFIG, {"model": engine.config.identity, "suite": suite, "policy": policy, "items": items,
+                                "length": length, "seed": seed})  # fmt: skip
+    done = len(read_lines(out / "done.jsonl", list[Any]))
+    with (
+        (out / ROWS).open("ab") as rows,
+        (out / "done.jsonl").open("ab") as finished,
+        progress_bar(Console(stderr=True), "scoring") as on_progress,
+    ):
+        for count, (name, number, item) in enumerate(made[done:], done + 1):
+            for row in conditions(engine, item, parse_policy(policy), f"{seed} {name} {number}"):
+                rows.write(msgspec.json.encode(row) + b"\n")
+            rows.flush()
+            finished.write(msgspec.json.encode([name, number]) + b"\n")
+            finished.flush()
+            on_progress(count, len(made))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What became of one stream: requests until the guard acted (None: it did not), the estimate and its interval when
+    it ended, and whether the truth is in that."""
+
+    until: int | None
+    estimate: float
+    low: float
+    high: float
+    scored: int
+
+
+def stream(rows: Sequence[ScoredAnswer], share: float, target: Target | None, requests: int, seed: int) -> Stream:
+    """Requests drawn from these answers, as the guard sees them."""
+    rng, guard, until = np.random.default_rng(seed), Guard(share, target, seed=seed), None
+    policy = parse_policy(DEFAULT_POLICY)
+    for number in range(1, requests + 1):
+        row, ticket = rows[int(rng.integers(len(rows)))], guard.admit(policy)
+        if ticket.level is Level.EXACT:
+            until = number
+            break
+        if guard.chooses(ticket, row.depth, row.grafted_share):
+            guard.add(ticket, "all", row.distances)
+    flips = guard.policy_view(str(policy)).get("as_asked", {}).get("flips", {"mean": 0.0, "low": 0.0, "high": 1.0})
+    return Stream(until, flips["mean"], flips["low"], flips["high"], guard.num_scored)
+
+
+@app.command()
+def streams(
+    results: Annotated[Path, typer.Option(help="Where `measure` has put its answers.")] = Path("results/guard"),
+    share: Annotated[float, typer.Option(help="Of the answers, that are scored.")] = 0.01,
+    target: str = "flips=0.05",
+    requests: int = 5000,
+    seeds: int = 20,
+) -> None:
+    """Streams of requests of each condition: when the guard acts; and, without a target, what it estimates."""
+    rows = read_lines(results / ROWS, ScoredAnswer)
+    table = Table(title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}", title_justify="left")
+    for name in ("condition", "answers", "flips (95 %)", "KL, nats", "acted", "after requests: median", "most",
+                 "estimate - truth", "covered"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "condition" else "right")
+    for condition in (HEALTHY, *DAMAGES):
+        mine = [row for row in rows if row.condition == condition]
+        flips = [row.distances["flips"] for row in mine]
+        acted = [stream(mine, share, Target.parse(target), requests, seed) for seed in range(seeds)]
+        free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
+        after = [one.until for one in acted if one.until is not None]
+        low, high = bootstrap(flips)
+        truth = mean(flips)
+        table.add_row(
+            condition, str(len(mine)), f"{truth:.4f} ({low:.4f}-{high:.4f})",
+            f"{mean(row.distances['answer_kl'] for row in mine):.3f}", f"{len(after)} of {seeds}",
+            f"{median(after):,.0f}" if after else "-", f"{max(after):,}" if after else "-",
+            f"{mean(one.estimate for one in free) - truth:+.4f}",
+            f"{sum(one.low <= truth <= one.high for one in free)} of {seeds}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()
