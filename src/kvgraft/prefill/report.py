@@ -41,6 +41,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 }
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
+    "discover": "known text would have been grafted, but the server only discovers (or it is gone by now)",
     "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
 }
 REASONS = FALLBACKS | REFUSALS | MISSES

@@ -20,6 +20,7 @@ from kvgraft.reuse.index import wants_similar
 
 PARAMS = "kv_transfer_params"  # of requests and answers
 KEY = "kvgraft"  # in these
+TRIAL_OF = "kvgraft_trial_of"  # likewise: vLLM's id of the request whose plan it tries
 EXACT_BECAUSE = "kvgraft_exact"  # likewise, set by the API server alone: why a request gets exact KV
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server
@@ -151,6 +152,7 @@ class Report(PrefillReport):
         counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
             them; empty if there were none.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
+        would_graft_tokens: that a server that only discovers would have grafted, had it been live.
         guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
     """
 
@@ -158,6 +160,7 @@ class Report(PrefillReport):
     registered_blocks: int = 0
     kept_tokens: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    would_graft_tokens: int = 0
     guard: str | None = None
 
     def as_params(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ RENAMED = {  # settings by the names that they had
 }  # fmt: skip
 
 
+MODES = ("live", "discover")
+DISCOVER = "discover"
 KINDS = ("tools", "json")  # of requests, see `exact_for`
 
 
@@ -58,6 +60,7 @@ class KVGraftSettings:
         guard_target: what quality is kept, `flips=0.01` or `kl=0.05` (nats): a policy whose answers are worse gets a
             larger budget, then requests with it get exact KV. None: whatever is found.
         guard_tokens: that may be computed a minute to score answers.
+        mode: `live`, or `discover`: nothing is grafted, and reports and metrics say what would have been.
         exact_for: kinds of requests that always get exact KV, of `tools` and `json`.
     """
 
@@ -84,6 +87,7 @@ class KVGraftSettings:
     guard_target: str | None = None
     guard_tokens: int = 20_000
     exact_for: tuple[str, ...] = ()
+    mode: str = "live"
 
     @property
     def default(self) -> RequestOptions:
@@ -182,6 +186,7 @@ class KVGraftSettings:
 
 def _check_guard(settings: KVGraftSettings) -> None:
     """Raise ValueError if what is to be kept of quality cannot be."""
+    require_choice("mode", settings.mode, MODES)
     require_at_least("guard_tokens", settings.guard_tokens, 1)
     if settings.target is not None and not settings.guard:
         raise ValueError(f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to score")

@@ -35,6 +35,10 @@ METRICS = {
     "kvgraft:read_anew_tokens_total": Metric(
         Counter, "Tokens of popular text that were computed exactly while no request ran."
     ),
+    "kvgraft:would_graft_tokens_total": Metric(Counter, "Tokens that a server that only discovers would have grafted."),
+    "kvgraft:would_save_seconds_total": Metric(
+        Counter, "Seconds of prefill that this would have saved, by what is expected of the costs."
+    ),
     "kvgraft:stage_seconds": Metric(Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"),
     "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
     "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),

@@ -60,6 +60,8 @@ class Planner:
         kept, asked = state.candidate, (num_prefix, len(tokens), pages)
         if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(kept):
             return None, kept
+        if state.is_trial:
+            return "discover", None
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
         matches = self._match(state, tokens, free)
@@ -92,8 +94,10 @@ class Planner:
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
 
-        Blocks that hold or follow grafts are registered up to `max_depth`.
+        Blocks that hold or follow grafts are registered up to `max_depth`; those of a trial are not.
         """
+        if state.is_trial:
+            return
         offer, size = state.offer, self.block_size
         first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
         depths = offer.depths(stop, size)  # they never get less from one block to the next

@@ -109,6 +109,10 @@ class Reporting:
         elif report.outcome not in (Outcome.GRAFTED, Outcome.CONTINUED):
             self._stats.add("kvgraft:misses_total", report.reason or "unknown")
         self._stats.add("kvgraft:requests_total", report.outcome)
+        if report.would_graft_tokens and report.estimated_full_s is not None and report.estimated_reuse_s is not None:
+            saved = report.estimated_full_s - report.estimated_reuse_s
+            self._stats.add("kvgraft:would_graft_tokens_total", "", report.would_graft_tokens)
+            self._stats.add("kvgraft:would_save_seconds_total", "", saved)
         for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
 

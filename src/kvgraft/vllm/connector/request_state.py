@@ -55,6 +55,7 @@ class RequestState:
         plan: of its last recovery that has not failed.
         recovery: the admitted plan while the workers are at it.
         is_counted: whether the metrics have counted it.
+        is_trial: whether it grafts what another request would have grafted, and leaves nothing behind.
         load: number of the load that it waits or has waited for, or None before it has asked.
     """
 
@@ -75,6 +76,7 @@ class RequestState:
     plan: Plan | None = None
     recovery: Candidate | None = None
     is_counted: bool = False
+    is_trial: bool = False
     finished: bool = False
     admitted: bool = False
     num_exact: int = NEVER

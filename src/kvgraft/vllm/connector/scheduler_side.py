@@ -20,6 +20,7 @@ from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_rese
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.continuing import Continuing
+from kvgraft.vllm.connector.discovery import Discovery
 from kvgraft.vllm.connector.early_reports import EarlyReports
 from kvgraft.vllm.connector.eligibility import ReuseEligibility
 from kvgraft.vllm.connector.frozen_controls import FrozenControls
@@ -32,9 +33,9 @@ from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
-from kvgraft.vllm.options import KEY, SCORE, Control, RequestOptions
+from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control, RequestOptions
 from kvgraft.vllm.recovery import RecoveryResult
-from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 
@@ -77,6 +78,7 @@ class SchedulerSide:
         self.stored = StoreScheduler(self.known, self._num_ranks) if self.settings.store else None
         self._early_reports = EarlyReports(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
+        self._discovery = Discovery(self._hiding)
         self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
         self._recoveries = Recoveries(self.known, self._hiding, self._shorter_prompts, self.reporting)
         self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
@@ -93,6 +95,7 @@ class SchedulerSide:
             return False
         self._forgets = True
         self._continuing.clear()
+        self._discovery.clear()
         self._refresh.forget()
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
@@ -134,6 +137,8 @@ class SchedulerSide:
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
             self._offer_running()
             self._shorter_prompts.shorten(state, options.policy)
+        if (of := (request.kv_transfer_params or {}).get(TRIAL_OF)) is not None:
+            self._discovery.try_out(state, str(of))
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
@@ -165,7 +170,8 @@ class SchedulerSide:
         state = self._requests[request.request_id]
         candidate, sources = state.candidate, self._tentative.pop(state.id, [])
         if num_external and candidate is not None:
-            self._refresh.grafted(state, sources)
+            if not state.is_trial:
+                self._refresh.grafted(state, sources)
             self._recoveries.start(state, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
@@ -246,6 +252,9 @@ class SchedulerSide:
         reason, candidate = state.refusal, None
         if reason is None:
             reason, candidate = self.known.plan(state, num_prefix)
+        if candidate is not None and self.settings.mode == DISCOVER and not state.is_trial:
+            self._discovery.note(state, candidate)
+            reason, candidate = "discover", None
         if candidate is not None:
             self.known.make_room(state, num_missing, {*state.prefix, *candidate.sources})
             if self._pin(state, candidate, num_missing):

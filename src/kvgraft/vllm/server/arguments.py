@@ -97,6 +97,7 @@ _PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one 
         "Read popular text exactly that is known only approximately while no request runs, at most so many tokens as "
         "this share of what requests have brought; 0: none.",
     ),
+    ("mode", str, "live, or discover: graft nothing, and say in reports and metrics what would have been."),
     ("guard", float, "Share of the answers on approximate KV that are scored again with exact KV."),
     (
         "guard-target",

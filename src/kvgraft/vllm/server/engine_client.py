@@ -115,7 +115,7 @@ class GuardedEngineClient:
             request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
             self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
         if (watched := self._watched.get(getattr(request, "external_req_id", None) or request.request_id)) is not None:
-            watched.salt = request.cache_salt
+            watched.salt, watched.request_id = request.cache_salt, request.request_id
         await self._admit(request)
 
     def _share(self, request: Any, names: Sequence[str]) -> None:
@@ -165,20 +165,26 @@ class GuardedEngineClient:
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.
         """
-        output = await self.run(call, control, token_ids, request_id)
+        output = await self.run(call, control.as_params(), token_ids, request_id)
         return (output.kv_transfer_params or {}).get(KEY) or {} if output is not None else {}
 
     async def run(
-        self, call: Call, control: Control, token_ids: list[int], request_id: str, **params: Any
+        self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
     ) -> Any | None:
-        """As `operate`, with more sampling parameters; returns vLLM's last output, None if it was aborted."""
+        """A request of ours with these `kv_transfer_params` and sampling parameters.
+
+        Returns:
+            vLLM's last output, None if it was aborted.
+
+        Raises:
+            VLLMValidationError: the prompt is longer than the model allows.
+        """
         sampling_params = SamplingParams(
-            max_tokens=1,
+            **{"max_tokens": 1, **sampling},
             temperature=0.0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={PARAMS: control.as_params()},
-            **params,
+            extra_args={PARAMS: params},
         )
         before, last = CURRENT.set(call), None
         try:

@@ -54,13 +54,14 @@ class ServerGuard:
         ticket = one.ticket
         if ticket.level is not Level.AS_ASKED:
             report["guard"] = ticket.level.name.lower()
-        if report["outcome"] not in APPROXIMATE:
+        would = report["would_graft_tokens"]
+        if report["outcome"] not in APPROXIMATE and not would:
             return
         self.metrics.approximate.labels(ticket.policy).inc()
-        grafted = report["grafted_tokens"] / report["prompt_tokens"]
+        grafted = (report["grafted_tokens"] + would) / report["prompt_tokens"]
         if self.guard.chooses(ticket, report["depth"], grafted) and one.is_whole:
             report["guard"] = PENDING
-            self._scorer.add(Sample.of(one, report["depth"]))
+            self._scorer.add(Sample.of(one, report["depth"], would=bool(would)))
 
     def scored(self, sample: Sample, distances: Mapping[str, float]) -> None:
         """An answer has been scored."""

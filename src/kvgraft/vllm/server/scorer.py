@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from kvgraft.guard.distances import along_told
 from kvgraft.guard.guard import Ticket
-from kvgraft.vllm.options import SCORE, Control
+from kvgraft.prefill.report import Outcome
+from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.guard_metrics import GuardMetrics
 from kvgraft.vllm.server.tenancy import LOCAL, Principal
@@ -30,7 +31,7 @@ class EngineGate(Protocol):
     num_waiting: int
 
     async def run(
-        self, call: Call, control: Control, token_ids: list[int], request_id: str, **params: Any
+        self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
     ) -> Any | None:
         """vLLM's last output of a request of ours."""
 
@@ -43,6 +44,7 @@ class Sample:
         tokens: of prompt and answer. `told`: of each token of the answer.
         salt: cache key of its namespace.
         depth: as the report says. `found`: where its distances are put.
+        trial_of: of an exact answer, the request whose plan is to be tried: the other way round.
     """
 
     ticket: Ticket
@@ -52,10 +54,13 @@ class Sample:
     told: list[Told]
     depth: int
     found: dict[str, float]
+    trial_of: str | None = None
 
     @classmethod
-    def of(cls, one: Watched, depth: int) -> "Sample":
-        return cls(one.ticket, one.tenant, one.salt or "", [*one.prompt, *one.answer], one.told, depth, one.found)
+    def of(cls, one: Watched, depth: int, *, would: bool = False) -> "Sample":
+        """`would`: its answer is exact, and what it would have been is to be tried."""
+        tokens, of = [*one.prompt, *one.answer], one.request_id if would else None
+        return cls(one.ticket, one.tenant, one.salt or "", tokens, one.told, depth, one.found, of)
 
     @property
     def num_prompt(self) -> int:
@@ -113,12 +118,28 @@ class Scorer:
 
     async def _score(self, sample: Sample) -> dict[str, float]:
         """Its distances from exact KV."""
+        answer = sample.tokens[sample.num_prompt :]
+        if sample.trial_of is not None:
+            return along_told(await self._try(sample, answer), sample.told, answer)
         for piece in sample.pieces():
             await self._turn(PIECE)
             await self._operate(sample, piece, None)
         await self._turn(PIECE)
         exact = await self._operate(sample, sample.tokens, TOLD)
-        return along_told(sample.told, exact, sample.tokens[sample.num_prompt :])
+        return along_told(sample.told, exact, answer)
+
+    async def _try(self, sample: Sample, answer: list[int]) -> list[Told]:
+        """What is told of an answer on the KV that its prompt would have had."""
+        prompt = sample.tokens[: sample.num_prompt]
+        await self._turn(len(prompt))
+        options = {"policy": sample.ticket.policy, "answer": answer}
+        output = await self._run(
+            sample, {KEY: options, TRIAL_OF: sample.trial_of}, prompt,
+            max_tokens=len(answer), logprobs=TOLD, ignore_eos=True,
+        )  # fmt: skip
+        if output.kv_transfer_params[KEY]["outcome"] != Outcome.GRAFTED:
+            raise ValueError("what it would have grafted is gone")
+        return [told_of(place) for place in output.outputs[0].logprobs]
 
     async def _turn(self, num_tokens: int) -> None:
         """Wait until nothing else waits, or the floor is reached; and until so many tokens may be computed."""
@@ -134,15 +155,14 @@ class Scorer:
 
     async def _operate(self, sample: Sample, tokens: list[int], told: int | None) -> list[Told]:
         """Compute these tokens exactly in the sample's namespace; what is told of its answer, if anything is to be."""
-        call = Call(Principal(LOCAL, is_admin=True), "", sample.salt, yields=True)
         for from_cache in (True, False):
-            output = await self._engine_client.run(
-                call, Control(SCORE), tokens, f"kvgraft-{SCORE}-{secrets.token_hex(8)}",
-                prompt_logprobs=told, skip_reading_prefix_cache=not from_cache,
-            )  # fmt: skip
-            self._last = self._clock()
-            if output is None:
-                raise ValueError("it was aborted")
+            output = await self._run(
+                sample,
+                Control(SCORE).as_params(),
+                tokens,
+                prompt_logprobs=told,
+                skip_reading_prefix_cache=not from_cache,
+            )
             num_cached = output.num_cached_tokens or 0
             self._metrics.tokens.inc(len(tokens) - num_cached)
             if told is None:
@@ -150,3 +170,14 @@ class Scorer:
             if num_cached < sample.num_prompt:  # else the beginning of the answer was not computed
                 return [told_of(place) for place in output.prompt_logprobs[-len(sample.told) :]]
         return []
+
+    async def _run(self, sample: Sample, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+        """vLLM's last output of a request in the sample's namespace, which gives way to all others."""
+        call = Call(Principal(LOCAL, is_admin=True), "", sample.salt, yields=True)
+        output = await self._engine_client.run(
+            call, params, tokens, f"kvgraft-{SCORE}-{secrets.token_hex(8)}", **sampling
+        )
+        self._last = self._clock()
+        if output is None:
+            raise ValueError("it was aborted")
+        return output

@@ -20,7 +20,7 @@ class Watched:
 
     Attributes:
         kind: how vLLM's outputs follow each other.
-        salt: the cache key under which it runs, when it has been admitted.
+        salt: the cache key under which it runs, and `request_id` as the engine knows it, when it has been admitted.
         found: its distances from exact KV, when they are known.
         prompt: its tokens. `answer`: those that it has had for an answer, and `told` about each of them.
     """
@@ -29,6 +29,7 @@ class Watched:
     tenant: str
     kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     salt: str | None = None
+    request_id: str = ""
     found: dict[str, float] = field(default_factory=dict)
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)

@@ -1,0 +1,45 @@
+"""What would have been grafted on a server that only discovers; and requests that try it, without leaving anything."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.request_state import Candidate, RequestState
+
+REMEMBERED = 256  # plans, of the requests that came last
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A plan, and in which namespace it was made."""
+
+    scope: bytes
+    candidate: Candidate
+
+
+class Discovery:
+    """Remembers plans for a while; nothing that they would graft from is held."""
+
+    def __init__(self, hiding: Hiding) -> None:
+        self._hiding = hiding
+        self._found: OrderedDict[str, Found] = OrderedDict()
+
+    def note(self, state: RequestState, candidate: Candidate) -> None:
+        """This would have been grafted."""
+        self._found[state.id] = Found(state.offer.scope, candidate)
+        if len(self._found) > REMEMBERED:
+            self._found.popitem(last=False)
+        state.report.would_graft_tokens = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
+
+    def try_out(self, state: RequestState, of: str) -> None:
+        """A request with the prompt of an earlier one of its namespace is to graft what that would have: vLLM finds the
+        same prefix as then, and nothing that has been computed since."""
+        found = self._found.get(of)
+        state.is_trial, state.is_counted, state.recovery_key = True, True, None
+        if found is not None and found.scope == state.offer.scope:
+            state.candidate = found.candidate
+            self._hiding.hide(state, found.candidate.num_prefix)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._found.clear()

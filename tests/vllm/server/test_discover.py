@@ -1,0 +1,86 @@
+"""A server that only discovers: exact answers, and what grafting would have made of them."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running import ADMIN, ALICE, BOB, RunningServer, running
+from test_guard import complete, scored
+from test_server import elsewhere
+
+pytestmark = pytest.mark.slow
+ARGUMENTS = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--kvgraft-costs", "tokens"]
+GUARD = ["--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000"]
+
+
+@pytest.fixture(scope="module")
+def discovering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("discovering") / "log"
+    environment = {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}
+    with running([*ARGUMENTS, *GUARD, "--kvgraft-mode", "discover"], log, environment) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("live") / "log"
+    with running([*ARGUMENTS, *GUARD], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as started:
+        yield started
+
+
+@pytest.mark.parametrize("policy", ["naive", "spread"])
+def test_what_it_says_is_what_a_live_server_does(
+    discovering: RunningServer, live: RunningServer, texts: Any, policy: str
+):
+    document, here = texts.document(), f"as if {policy}"
+    for server in (discovering, live):
+        complete(server, document, namespace=here)
+    exact, would = complete(discovering, elsewhere(document), namespace=here, policy=policy)
+    answer, did = complete(live, elsewhere(document), namespace=here, policy=policy)
+    assert (would["outcome"], would["reason"], would["grafted_tokens"]) == ("miss", "discover", 0)
+    assert would["would_graft_tokens"] == did["grafted_tokens"] > 500
+    assert (would["estimated_full_s"], would["estimated_reuse_s"]) == (
+        did["estimated_full_s"],
+        did["estimated_reuse_s"],
+    )
+    assert (did["would_graft_tokens"], did["guard"], would["guard"]) == (0, "pending", "pending")
+    found, truth = (scored(server, ALICE)[0]["scored"] for server in (discovering, live))
+    if exact.choices[0].text == answer.choices[0].text:  # the same tokens have been scored
+        assert found == pytest.approx(truth, abs=0.1)  # bfloat16
+    assert (found["answer_kl"] > 0.05) == (policy == "naive")
+
+
+def test_nothing_that_is_tried_is_left(discovering: RunningServer, texts: Any):
+    document, here = texts.document(), "left"
+    complete(discovering, document, namespace=here)
+    complete(discovering, elsewhere(document), namespace=here)
+    entries = discovering.status(ADMIN)["index_entries"]
+    scored(discovering, ALICE)
+    assert discovering.status(ADMIN)["index_entries"] == entries
+    _, again = complete(discovering, elsewhere(document), namespace=here)
+    assert (again["outcome"], again["depth"], again["would_graft_tokens"]) == ("prefix_only", 0, 0)
+
+
+def test_tenants_are_apart(discovering: RunningServer, texts: Any):
+    document = texts.document()
+    complete(discovering, document)
+    _, report = complete(discovering, elsewhere(document), BOB)
+    assert (report["reason"], report["would_graft_tokens"]) == ("no_known_text", 0)
+
+
+def test_metrics_add_up(discovering: RunningServer, texts: Any):
+    def total(name: str) -> float:
+        with discovering.http(ADMIN) as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"kvgraft:{name}"))
+
+    document, here = texts.document(), "sums"
+    before = {name: total(name) for name in ("would_graft_tokens_total", "would_save_seconds_total")}
+    complete(discovering, document, namespace=here)
+    _, report = complete(discovering, elsewhere(document), namespace=here)
+    scored(discovering, ALICE)
+    assert total("would_graft_tokens_total") - before["would_graft_tokens_total"] == report["would_graft_tokens"]
+    expected = report["estimated_full_s"] - report["estimated_reuse_s"]
+    assert total("would_save_seconds_total") - before["would_save_seconds_total"] == pytest.approx(expected)
+    assert total('requests_total{engine="0",model_name="bundled",outcome="grafted"') == 0
