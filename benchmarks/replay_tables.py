@@ -157,6 +157,50 @@ def turns_of(rows: Sequence[TurnRow], total: TurnRow) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a server that only discovers said, and what a live one did with the same requests.
+
+    Attributes:
+        would_graft, grafted: shares of all prompt tokens.
+        would_save_s, estimated_s: seconds of prefill that grafts save, as both servers expect of their costs.
+        saved_s: time to first token of the one less that of the other, over the requests that the live one grafted.
+    """
+
+    would_graft: float
+    grafted: float
+    would_save_s: float
+    estimated_s: float
+    saved_s: float
+
+    @classmethod
+    def of(cls, replayed: Sequence[Replayed]) -> "Prediction":
+        """From requests whose first server discovers."""
+        pairs = [(one, report_of(one), two, report_of(two)) for s in replayed for one, two in s.pairs]
+        tokens = sum(one.prompt_tokens for one, *_ in pairs)
+        live = [(one, two, did) for one, _, two, did in pairs if did["grafted_tokens"]]
+        return cls(
+            sum(would["would_graft_tokens"] for _, would, *_ in pairs) / tokens,
+            sum(did["grafted_tokens"] for *_, did in pairs) / tokens,
+            sum(_saved(would) for _, would, *_ in pairs if would["would_graft_tokens"]),
+            sum(_saved(did) for *_, did in live),
+            sum(one.ttft_s - two.ttft_s for one, two, _ in live),
+        )
+
+    @property
+    def line(self) -> str:
+        """All of it."""
+        return (
+            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; the live server grafted "
+            f"{self.grafted:.1%}, expected to save {self.estimated_s:.2f} s, and was {self.saved_s:.2f} s sooner"
+        )
+
+
+def _saved(report: Mapping[str, Any]) -> float:
+    full, reuse = report["estimated_full_s"], report["estimated_reuse_s"]
+    return 0.0 if full is None or reuse is None else float(full - reuse)
+
+
 def lines_of_replay(replayed: Sequence[Replayed], own_answers: bool) -> list[str]:
     """What stands below the tables: the ratio, the check, sessions that ended early.
 

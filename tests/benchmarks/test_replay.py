@@ -17,6 +17,7 @@ import replay as command
 import replay_traffic
 from load import Client, Outcome
 from replay_tables import (
+    Prediction,
     Violation,
     all_turns,
     as_json,
@@ -241,6 +242,20 @@ def test_the_ratio_is_that_of_sessions():
         f"total TTFT of a session, ours / plain: {slower.value:.3f}"
         in lines_of_replay([*FOUND, replayed((answered(1.0, 0), answered(2.0, 0)))], own_answers=False)[0]
     )
+
+
+def told(one: Outcome, **more: Any) -> Outcome:
+    estimates = {"would_graft_tokens": 0, "estimated_full_s": None, "estimated_reuse_s": None}
+    return replace(one, report={**(one.report or {}), **estimates, **more})
+
+
+def test_what_was_foretold_and_what_came():
+    would = told(answered(3.0, 0), would_graft_tokens=40, estimated_full_s=2.5, estimated_reuse_s=1.0)
+    did = told(answered(1.0, 40, grafted=40), estimated_full_s=2.5, estimated_reuse_s=0.5)
+    missed = told(answered(3.0, 0)), told(answered(2.0, 0))
+    found = Prediction.of([replayed((would, did), missed)])
+    assert found == Prediction(0.2, 0.2, 1.5, 2.0, 2.0)
+    assert "would graft 20.0% of the tokens and save 1.50 s" in found.line
 
 
 def test_all_of_it_is_json_and_a_picture(tmp_path: Path):

@@ -16,12 +16,14 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP, load_endpoint_plugins
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
@@ -29,6 +31,7 @@ from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
 from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
 from kvgraft.vllm.server.plugin import ServerPlugin
+from kvgraft.vllm.server.watching import TOLD
 
 SOURCE = Path(arguments.__file__).parent
 
@@ -151,6 +154,16 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
     assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"
     assert RequestState.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
+
+
+def test_what_is_told_of_an_answer_for_the_guard_of_quality():
+    params = SamplingParams(logprobs=TOLD, prompt_logprobs=TOLD, skip_reading_prefix_cache=False)
+    assert params.skip_reading_prefix_cache is False, "Scorer computes the end of a prompt alone and asks of that"
+    assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache, "else that would have to be asked for"
+    for output, names in ((RequestOutput, ("prompt_logprobs", "num_cached_tokens")), (CompletionOutput, ("logprobs",))):
+        assert set(names) <= set(inspect.signature(output.__init__).parameters), "Scorer and Watched read them"
+    assert "external_req_id" in EngineCoreRequest.__struct_fields__, "GuardedEngineClient.admit finds what is watched"
+    assert "model_config" in AsyncLLM.__init__.__code__.co_names, "GuardedEngineClient.max_model_len is of that"
 
 
 def test_what_vllm_says_of_a_reset_that_cannot_be():

@@ -51,6 +51,10 @@ def test_what_the_user_says_counts():
     assert parse(["--model", "some/model"]).model == "some/model"
 
 
+def words(value: Any) -> Any:
+    return ",".join(value) if isinstance(value, tuple) else value
+
+
 def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
     settings = {
         "policy": "sparsex:recompute_share=0.2",
@@ -71,6 +75,11 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "exact_value": 0.3,
         "refresh": 0.05,
         "document_gib": 0.5,
+        "mode": "discover",
+        "guard": 0.02,
+        "guard_target": "kl=0.05",
+        "guard_tokens": 1000,
+        "exact_for": ("tools", "json"),
     }
     assert {*settings, "profile"} == {field.name for field in fields(KVGraftSettings)}
     flags = []
@@ -79,7 +88,7 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         if isinstance(value, bool):
             flags.append(f"--kvgraft-{flag}" if value else f"--no-kvgraft-{flag}")
         else:
-            flags += [f"--kvgraft-{flag}", *map(str, value if isinstance(value, list) else [value])]
+            flags += [f"--kvgraft-{flag}", *map(str, value if isinstance(value, list) else [words(value)])]
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == settings
 
 

@@ -1,22 +1,55 @@
+"""What a Prometheus draws and warns of: the dashboard, and the rules."""
+
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
-from prometheus_client import Histogram
+import yaml
 
+from kvgraft.vllm.server.guard_metrics import GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
-DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
+DOCS = Path(__file__).parents[3] / "docs"
+DASHBOARD = json.loads((DOCS / "grafana.json").read_text())
+RULES = [rule for group in yaml.safe_load((DOCS / "prometheus-rules.yml").read_text())["groups"] for rule in group["rules"]]
 SERVER_LABELS = {"model_name", "engine"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A metric: `histogram`, `counter` or `gauge`."""
+
+    kind: str
+    labels: frozenset[str]
+
+
+def exported() -> dict[str, Exported]:
+    """All metrics: those of the engine, and those of the API server, by the names of their series."""
+    engine = {
+        name: Exported(one.kind.__name__.lower(), frozenset(SERVER_LABELS | ({one.label} - {""})))
+        for name, one in METRICS.items()
+    }
+    return engine | {
+        one._name + ("_total" if one._type == "counter" else ""): Exported(one._type, frozenset(one._labelnames))
+        for one in vars(GuardMetrics()).values()
+    }
+
+
+KNOWN = exported()
 
 
 def queries() -> Iterator[str]:
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             yield target["expr"]
+
+
+def variables() -> Iterator[str]:
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["query"]["query"]
@@ -25,34 +58,52 @@ def queries() -> Iterator[str]:
 def metric_of(series: str) -> str:
     """The metric that a series belongs to: histograms have three kinds of series."""
     base = re.sub(r"_(bucket|sum|count)$", "", series)
-    return base if base in METRICS and METRICS[base].kind is Histogram else series
+    return base if base in KNOWN and KNOWN[base].kind == "histogram" else series
 
 
-@pytest.mark.parametrize("query", list(queries()))
-def test_a_query_names_metrics_and_labels_that_exist(query: str):
+def check(query: str) -> None:
+    """Raise AssertionError if it names a metric or a label that does not exist."""
     series = re.findall(r"kvgraft:\w+", query)
     assert series
     for name in series:
-        assert metric_of(name) in METRICS, f"{name} is not exported"
-    own = {METRICS[metric_of(name)].label for name in series}
-    allowed = SERVER_LABELS | own | ({"le"} if "_bucket" in query else set())
+        assert metric_of(name) in KNOWN, f"{name} is not exported"
+    allowed = {label for name in series for label in KNOWN[metric_of(name)].labels}
+    allowed |= {"le"} if "_bucket" in query else set()
     grouped = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", query) for label in group.split(",")}
     selected = set(re.findall(r"(\w+)=~?\"", query))
     assert grouped | selected <= allowed
-    assert query.count("(") == query.count(")")
     assert not re.search(r"\b(vllm|tenant)\b", query)
+
+
+@pytest.mark.parametrize("query", [*queries(), *variables()])
+def test_a_query_names_metrics_and_labels_that_exist(query: str):
+    check(query)
+
+
+@pytest.mark.parametrize("query", [query.replace("$__rate_interval", "1m") for query in queries()])
+def test_a_query_is_promql(query: str):
+    promql_parser.parse(query)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_a_rule_is_promql_about_metrics_that_exist(rule: dict[str, Any]):
+    promql_parser.parse(rule["expr"])
+    check(rule["expr"])
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    named = {label for text in rule["annotations"].values() for label in re.findall(r"\$labels\.(\w+)", text)}
+    [metric, *_] = re.findall(r"kvgraft:\w+", rule["expr"])
+    assert named <= KNOWN[metric_of(metric)].labels
+    assert not named or " by (" not in rule["expr"]
 
 
 def test_counters_are_shown_as_rates_and_gauges_as_they_are():
     for query in queries():
         for name in re.findall(r"kvgraft:\w+", query):
-            is_gauge = METRICS[metric_of(name)].kind.__name__ == "Gauge"
-            assert (f"rate({name}" in query) != is_gauge, query
+            assert (f"rate({name}" in query) != (KNOWN[metric_of(name)].kind == "gauge"), query
 
 
 def test_every_metric_is_on_the_dashboard():
-    shown = {metric_of(name) for query in queries() for name in re.findall(r"kvgraft:\w+", query)}
-    assert shown == set(METRICS)
+    assert {metric_of(name) for query in queries() for name in re.findall(r"kvgraft:\w+", query)} == set(KNOWN)
 
 
 def test_panels_have_a_place_of_their_own():

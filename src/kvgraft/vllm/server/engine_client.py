@@ -138,6 +138,11 @@ class GuardedEngineClient:
             return False
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self._client.model_config.max_model_len)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is in flight."""
         return not self._client.output_processor.has_unfinished_requests()

@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 GUARD = "kvgraft:guard_"
 KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+LIKELIER_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 
 
 class GuardMetrics:
@@ -22,6 +23,7 @@ class GuardMetrics:
             "Answers drawn to be scored, by what became of it: scored, dropped, failed, own_logprobs.",
             ["outcome"],
         )
+        self.waiting = Gauge(f"{GUARD}waiting", "Answers that wait to be scored, or are being scored.")
         self.tokens = Counter(f"{GUARD}tokens_total", "Tokens computed to score answers.")
         self.kl = Histogram(
             f"{GUARD}kl", "KL from exact KV along an answer, nats.", ["policy", "depth"], buckets=KL_BUCKETS
@@ -30,6 +32,11 @@ class GuardMetrics:
             f"{GUARD}flips", "Share of an answer's tokens of which exact KV would have preferred another.",
             ["policy", "depth"], buckets=FLIP_BUCKETS,
         )  # fmt: skip
+        self.likelier = Histogram(
+            f"{GUARD}loglik", "How much likelier the answer's tokens were than on exact KV, mean, nats.",
+            ["policy", "depth"], buckets=LIKELIER_BUCKETS,
+        )  # fmt: skip
+        self.noise = Gauge(f"{GUARD}order_noise", "KL of the profile's order noise, nats; 0: not known.")
         self.bounds = Gauge(
             f"{GUARD}bound", "Bounds at 95 % of the mean of flips, and of KL in nats.", ["policy", "measure", "side"]
         )
@@ -43,6 +50,7 @@ class GuardMetrics:
         labels = policy, str(depth)
         self.kl.labels(*labels).observe(distances["answer_kl"])
         self.flips.labels(*labels).observe(distances["flips"])
+        self.likelier.labels(*labels).observe(distances["loglik"])
 
     def bound(self, policy: str, known: Mapping[str, Any]) -> None:
         """What is known of a policy, see `Guard.view`."""

@@ -22,11 +22,13 @@ class ServerGuard:
 
     def __init__(self, settings: KVGraftSettings, engine_client: EngineGate) -> None:
         self._exact_for = frozenset(settings.exact_for)
+        self._longest = engine_client.max_model_len - 1  # one token is generated behind what is scored
         self.guard = Guard(settings.guard, settings.target, on_transition=self._moved)
         self.metrics = GuardMetrics()
         profile = settings.policy_profile
         self._scorer = Scorer(engine_client, settings.guard_tokens, self.scored, self.metrics)
         self._noise = None if profile is None else profile.order_noise[0]
+        self.metrics.noise.set(self._noise or 0.0)
 
     def begin(self, call: Call, params: Any, options: RequestOptions) -> tuple[Any, Watched | None]:
         """A request is about to enter the engine: the sampling parameters with which it does, and what is noted of
@@ -36,16 +38,18 @@ class ServerGuard:
         kinds = call.kinds | ({"json"} if params.structured_outputs is not None else set())
         if kinds & self._exact_for:
             return exact(params, "exact_for"), None
-        tenant = call.principal.tenant.label
         ticket = self.guard.admit(options.policy, guarded=options.quality == GUARDED)
         if ticket.level is Level.EXACT:
-            return exact(params, "guard_tripped"), Watched(ticket, tenant)
+            return exact(params, "guard_tripped"), self._watch(call, ticket, params)
         if ticket.level is Level.LARGER_BUDGET:
             params = with_policy(params, str(with_larger_budget(options.policy)))
         if ticket.is_watched and not can_be_watched(params):
             self.metrics.answers.labels("own_logprobs").inc()
             ticket = Ticket(ticket.policy, ticket.level, is_watched=False)
-        return watched(params) if ticket.is_watched else params, Watched(ticket, tenant, params.output_kind)
+        return watched(params) if ticket.is_watched else params, self._watch(call, ticket, params)
+
+    def _watch(self, call: Call, ticket: Ticket, params: Any) -> Watched:
+        return Watched(ticket, call.principal.tenant.label, self._longest, params.output_kind)
 
     def end(self, one: Watched, report: dict[str, Any] | None) -> None:
         """Its answer has ended; the engine's report of it is completed."""

@@ -29,6 +29,7 @@ class EngineGate(Protocol):
     """The way into the engine; see `GuardedEngineClient`."""
 
     num_waiting: int
+    max_model_len: int
 
     async def run(
         self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
@@ -101,6 +102,7 @@ class Scorer:
             self._metrics.answers.labels("dropped").inc()
             return
         self._queue.append(sample)
+        self._metrics.waiting.inc()
         self._queued.set()
 
     async def _run(self) -> None:
@@ -115,6 +117,7 @@ class Scorer:
             except Exception as error:  # whatever it is, the server goes on
                 logger.warning("an answer could not be scored: %s", error)
                 self._metrics.answers.labels("failed").inc()
+            self._metrics.waiting.dec()
 
     async def _score(self, sample: Sample) -> dict[str, float]:
         """Its distances from exact KV."""

@@ -19,6 +19,7 @@ class Watched:
     """One request.
 
     Attributes:
+        longest: prompt and answer that can be scored.
         kind: how vLLM's outputs follow each other.
         salt: the cache key under which it runs, and `request_id` as the engine knows it, when it has been admitted.
         found: its distances from exact KV, when they are known.
@@ -27,6 +28,7 @@ class Watched:
 
     ticket: Ticket
     tenant: str
+    longest: int
     kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     salt: str | None = None
     request_id: str = ""
@@ -43,7 +45,7 @@ class Watched:
         if self.kind != RequestOutputKind.DELTA:
             self.answer, self.told = [], []
         self.prompt = list(output.prompt_token_ids or self.prompt)
-        room = ANSWER_TOKENS - len(self.answer)
+        room = max(0, min(ANSWER_TOKENS, self.longest - len(self.prompt)) - len(self.answer))
         self.answer += list(first.token_ids)[:room]
         self.told += [told_of(place) for place in list(first.logprobs or ())[:room]]
         first.logprobs = first.cumulative_logprob = None
