@@ -1,8 +1,8 @@
 """What the guard of quality costs: plain vLLM and ours with several shares of answers scored, under one load in turn.
 
-    python benchmarks/guard_cost.py                              # as fast as they are served: throughput
-    python benchmarks/guard_cost.py --rate 2                     # Poisson arrivals: time to first token
-    python benchmarks/guard_cost.py --share 0 --share 0.05 --requests 400 --json
+python benchmarks/guard_cost.py                              # as fast as they are served: throughput
+python benchmarks/guard_cost.py --rate 2                     # Poisson arrivals: time to first token
+python benchmarks/guard_cost.py --share 0 --share 0.05 --requests 400 --json
 """
 
 import asyncio

@@ -3,7 +3,7 @@
     python benchmarks/replay.py                            # generated sessions (see sessions.py), random model
     python benchmarks/replay.py --kind mixed --model DIR --sessions 16 --plot replay.png
     python benchmarks/replay.py --trace FILE_OR_DIR --tiny # recorded ones, up to 64K tokens: counts tokens, not time
-    python benchmarks/replay.py --discover                 # does a server that only discovers foretell what a live one does?
+    python benchmarks/replay.py --discover                 # does one that only discovers foretell what a live one does?
 
 Both servers get the same requests, in turn: one request each, or with several sessions at once (--concurrency, --rate,
 --batch) a batch of sessions each. Without `--model` the model is random and knows no words: its prompts are hashed
@@ -73,7 +73,9 @@ def main(
     batch: Annotated[int, typer.Option(help="Sessions before the other's turn; 0: those at once, or a request.")] = 0,
     shared: Annotated[bool, typer.Option("--shared", help="One namespace for all sessions.")] = False,
     ours: Annotated[list[str], typer.Option(help="A flag of our server (repeatable).")] = OURS,
-    discover: Annotated[bool, typer.Option("--discover", help="Instead of plain vLLM: ours that only discovers.")] = False,
+    discover: Annotated[
+        bool, typer.Option("--discover", help="Instead of plain vLLM: ours that only discovers.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the servers.")] = "float32",
     kv_gib: Annotated[int, typer.Option(min=1, help="Memory of each server's KV pool.")] = 2,
     threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,

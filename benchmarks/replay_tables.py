@@ -191,8 +191,8 @@ class Prediction:
     def line(self) -> str:
         """All of it."""
         return (
-            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; the live server grafted "
-            f"{self.grafted:.1%}, expected to save {self.estimated_s:.2f} s, and was {self.saved_s:.2f} s sooner"
+            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; the live server "
+            f"grafted {self.grafted:.1%}, expected to save {self.estimated_s:.2f} s and was {self.saved_s:.2f} s sooner"
         )
 
 

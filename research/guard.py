@@ -83,7 +83,7 @@ class _Damaging:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
-    def graft(self, layers: Sequence[int]) -> None:
+    def graft(self, layers: range) -> None:
         """Graft, and damage."""
         self._ctx.graft(layers)
         where = self._ctx.plan.grafted

@@ -115,7 +115,7 @@ def test_the_namespace_is_taken_as_it_is():
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
         (
             {"policy": "naive", "topk": 0.1},
-            "no option 'topk': it has none; a request itself has policy, reuse, match, namespace",
+            "no option 'topk': it has none; a request itself has policy, reuse, quality, match, namespace",
         ),
         ({"topk": 0.1}, "policy 'sparsex' has no option 'topk': it is called recompute_share"),
         ({"boundary_layers": 1, "boundary_share": 0.5}, "takes boundary_layers or boundary_share, not both"),
@@ -227,8 +227,8 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete, list, refresh or read, got 'thaw'"),
-        ({"token": "secret"}, "op must be freeze, delete, list, refresh or read, got 'None'"),
+        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'thaw'"),
+        ({"token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'None'"),
         ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
         ({"op": "list", "token": "secret", "namespace": "x"}, "control must have name, op, owner, quota, token"),
         ("list", "control must have name, op, owner, quota, token"),

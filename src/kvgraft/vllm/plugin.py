@@ -2,10 +2,14 @@
 
 
 def register() -> None:
-    """Make connector and model classes known by name. Imports nothing heavy: they load when they are asked for."""
+    """Make connector and model classes known by name, and let vLLM print what we log. Imports nothing heavy: they load
+    when they are asked for."""
+    import logging
+
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    logging.getLogger("kvgraft").parent = logging.getLogger("vllm")  # its handler and level
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
     try:

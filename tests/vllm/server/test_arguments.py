@@ -1,5 +1,6 @@
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 

@@ -16,7 +16,9 @@ from kvgraft.vllm.stats import METRICS
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana.json").read_text())
-RULES = [rule for group in yaml.safe_load((DOCS / "prometheus-rules.yml").read_text())["groups"] for rule in group["rules"]]
+RULES = [
+    rule for group in yaml.safe_load((DOCS / "prometheus-rules.yml").read_text())["groups"] for rule in group["rules"]
+]
 SERVER_LABELS = {"model_name", "engine"}
 
 

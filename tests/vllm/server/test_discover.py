@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from running import ADMIN, ALICE, BOB, RunningServer, running
-from test_guard import complete, scored
+from test_guard import complete, painted, scored
 from test_server import elsewhere
 
 pytestmark = pytest.mark.slow
@@ -30,14 +30,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize("policy", ["naive", "spread"])
-def test_what_it_says_is_what_a_live_server_does(
-    discovering: RunningServer, live: RunningServer, texts: Any, policy: str
-):
-    document, here = texts.document(), f"as if {policy}"
+def test_what_it_says_is_what_a_live_server_does(discovering: RunningServer, live: RunningServer, policy: str):
+    here = f"as if {policy}"
+    document, prompt = painted(here)
     for server in (discovering, live):
         complete(server, document, namespace=here)
-    exact, would = complete(discovering, elsewhere(document), namespace=here, policy=policy)
-    answer, did = complete(live, elsewhere(document), namespace=here, policy=policy)
+    exact, would = complete(discovering, prompt, namespace=here, policy=policy)
+    answer, did = complete(live, prompt, namespace=here, policy=policy)
     assert (would["outcome"], would["reason"], would["grafted_tokens"]) == ("miss", "discover", 0)
     assert would["would_graft_tokens"] == did["grafted_tokens"] > 500
     assert (would["estimated_full_s"], would["estimated_reuse_s"]) == (

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from test_segments import LABELS
 from test_server import QUESTION, elsewhere
 
 from kvgraft.guard.distances import along_told
+from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft.testbed.tasks import read
 
 LENGTH = 6  # tokens of an answer
 SCORE_S = 60.0
@@ -24,10 +27,20 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     """Every answer is scored; `naive` is guarded as any policy, JSON gets exact KV, and so do tools."""
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--kvgraft-costs", "tokens"]
     arguments += ["--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000", "--kvgraft-exact-for", "tools,json"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     arguments += ["--kvgraft-guard-target", TARGET]
     log = tmp_path_factory.mktemp("guarded") / "log"
     with running(arguments, log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as started:
         yield started
+
+
+def painted(seed: str, num_tokens: int = 600) -> tuple[str, str]:
+    """A document in which a thing is grey, and a prompt that says before it what that means, and asks: KV of the
+    document alone is wrong there."""
+    facts, note = Facts(needle=4, glossary=1), "note grey means 51 ."
+    [document] = make_documents(Random(seed), facts, orders=[(0,)], num_tokens=num_tokens, colours=["grey"])
+    [question] = [one for one in read([note, document]) if one.crosses]
+    return document, f"{note} {document} {question.text}"
 
 
 def scored(server: RunningServer, key: str) -> list[dict[str, Any]]:
@@ -57,17 +70,19 @@ def told(answer: Any) -> list[dict[int, float]]:
 
 
 @pytest.mark.parametrize("policy", ["naive", "spread"])
-def test_the_distances_are_those_from_exact_kv(guarded: RunningServer, texts: Any, policy: str):
-    document, here = texts.document(), f"distances {policy}"
+def test_the_distances_are_those_from_exact_kv(guarded: RunningServer, policy: str):
+    here = f"distances {policy}"
+    document, prompt = painted(here)
     complete(guarded, document, namespace=here)
-    answer, report = complete(guarded, elsewhere(document), namespace=here, policy=policy)
+    answer, report = complete(guarded, prompt, namespace=here, policy=policy)
     assert (report["outcome"], report["guard"]) == ("grafted", "pending")
     assert answer.choices[0].logprobs is None, "only the guard has asked for them"
     found = scored(guarded, ALICE)[0]["scored"]
+    complete(guarded, document, namespace=f"again {policy}")
     tokens = answer.choices[0].model_extra["token_ids"]
     ours, exact = (
-        told(ask(guarded, ALICE, elsewhere(document), LENGTH, **giving(tokens, namespace=elsewhere_, **options)))
-        for elsewhere_, options in ((here, {"policy": policy}), ("nothing is known", {"reuse": "exact"}))
+        told(ask(guarded, ALICE, prompt, LENGTH, **giving(tokens, namespace=elsewhere_, **options)))
+        for elsewhere_, options in ((f"again {policy}", {"policy": policy}), (here, {"reuse": "exact"}))
     )
     expected = along_told(ours, exact, tokens)
     assert found["flips"] == pytest.approx(expected["flips"])
@@ -119,7 +134,12 @@ def test_own_log_probabilities_are_told_and_such_answers_not_scored(guarded: Run
     document = texts.document()
     complete(guarded, document)
     answer = guarded.openai(ALICE).completions.create(
-        model="bundled", prompt=elsewhere(document), max_tokens=LENGTH, logprobs=2, stream=streams
+        model="bundled",
+        prompt=elsewhere(document),
+        max_tokens=LENGTH,
+        logprobs=2,
+        stream=streams,
+        extra_body={"ignore_eos": True},
     )
     answers = list(answer) if streams else [answer]
     assert sum(len(one.choices[0].logprobs.tokens) for one in answers if one.choices) == LENGTH
@@ -166,7 +186,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"response_format": {"type": "json_object"}}, "exact_for"),
         ({"structured_outputs": {"choice": ["tunis", "turin"]}}, "exact_for"),
         ({"tools": [TOOL]}, "exact_for"),
         ({"tools": [TOOL], "tool_choice": "none"}, None),
@@ -217,9 +236,10 @@ def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: Running
     """The last test of this server: `epic` with one token cannot answer at all, and has no budget to enlarge."""
     options, reports = {"policy": "epic", "start_tokens": 1}, []
     for number in range(60):
-        document, here = texts.document(300), f"tripped {number}"
+        here = f"tripped {number}"
+        document, prompt = painted(here, 300)
         complete(guarded, document, namespace=here)
-        reports.append(complete(guarded, elsewhere(document), namespace=here, **options)[1])
+        reports.append(complete(guarded, prompt, namespace=here, **options)[1])
         scored(guarded, ALICE)
         if reports[-1]["reason"] == "guard_tripped":
             break
@@ -231,10 +251,7 @@ def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: Running
     assert known["as_asked"]["flips"]["mean"] > 0.05
     assert metrics(guarded)("transitions_total") >= 1
     assert "as_asked to exact: alarm after" in guarded.log.read_text()
-    document = texts.document(300)
-    complete(guarded, document, namespace="fast")
-    assert (
-        complete(guarded, elsewhere(document), namespace="fast", quality="fast", **options)[1]["outcome"] == "grafted"
-    )
-    _, other = complete(guarded, elsewhere(document), namespace="fast", policy="naive")
-    assert other["outcome"] == "grafted", "others are not concerned"
+    for namespace, how in (("fast", {"quality": "fast", **options}), ("another policy", {"policy": "naive"})):
+        document = texts.document(300)
+        complete(guarded, document, namespace=namespace)
+        assert complete(guarded, elsewhere(document), namespace=namespace, **how)[1]["outcome"] == "grafted"

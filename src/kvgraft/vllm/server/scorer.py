@@ -29,7 +29,10 @@ class EngineGate(Protocol):
     """The way into the engine; see `GuardedEngineClient`."""
 
     num_waiting: int
-    max_model_len: int
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
 
     async def run(
         self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
@@ -136,7 +139,7 @@ class Scorer:
         prompt = sample.tokens[: sample.num_prompt]
         await self._turn(len(prompt))
         options = {"policy": sample.ticket.policy, "answer": answer}
-        output = await self._run(
+        output = await self._send(
             sample, {KEY: options, TRIAL_OF: sample.trial_of}, prompt,
             max_tokens=len(answer), logprobs=TOLD, ignore_eos=True,
         )  # fmt: skip
@@ -159,7 +162,7 @@ class Scorer:
     async def _operate(self, sample: Sample, tokens: list[int], told: int | None) -> list[Told]:
         """Compute these tokens exactly in the sample's namespace; what is told of its answer, if anything is to be."""
         for from_cache in (True, False):
-            output = await self._run(
+            output = await self._send(
                 sample,
                 Control(SCORE).as_params(),
                 tokens,
@@ -174,7 +177,7 @@ class Scorer:
                 return [told_of(place) for place in output.prompt_logprobs[-len(sample.told) :]]
         return []
 
-    async def _run(self, sample: Sample, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+    async def _send(self, sample: Sample, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
         """vLLM's last output of a request in the sample's namespace, which gives way to all others."""
         call = Call(Principal(LOCAL, is_admin=True), "", sample.salt, yields=True)
         output = await self._engine_client.run(
