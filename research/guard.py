@@ -5,14 +5,16 @@ streams of requests are drawn from these, of which the guard sees its share:
 
 shift    keys stand one position further on than they should
 values   values are those of text a segment further on
-token    every source differs by one token from what it is taken for
+token    every source differs by one word from what it is taken for, somewhere
+fact     likewise, by a word that stands in the answer (where one does)
 
 python -m research.guard measure --model bundled --suite all --items 10      # answers, scored: minutes to hours
 python -m research.guard streams --share 0.01 --target flips=0.05            # what the guard makes of them: seconds
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -42,9 +44,11 @@ from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.testbed import MODEL_DIR
 
 HEALTHY = "healthy"
-DAMAGES = ("shift", "values", "token")
+DAMAGED_GRAFTS = ("shift", "values")
+DAMAGES = (*DAMAGED_GRAFTS, "token", "fact")
 ROWS, CONFIG = "rows.jsonl", "config.json"
 SHORT = 32  # tokens of an answer
+_WORD = re.compile(r"\w+")
 
 app = typer.Typer(add_completion=False)
 
@@ -98,45 +102,64 @@ class _Damaging:
                 self._ctx.add(index, where, torch.zeros_like(keys), others - values)
 
 
-def conditions(engine: Engine, item: Item, policy: Policy, seed: str) -> Iterator[ScoredAnswer]:
-    """The item's prompts under every condition."""
-    rng = Random(seed)  # noqa: S311
-    texts = {text for read in item.phase_1 for text in read}
-    changed = {text: _with_other_token(engine, text, rng) for text in sorted(texts)}
+@dataclass(frozen=True)
+class Case:
+    """Prompts of an item under one condition, with texts that are read in place of others."""
+
+    condition: str
+    asks: tuple[Ask, ...]
+    changed: Mapping[str, str] = field(default_factory=dict)
+
+
+def cases(engine: Engine, item: Item, rng: Random) -> Iterator[Case]:
+    """An item under every condition; those that share a reading follow each other."""
+    texts, asks = sorted({text for read in item.phase_1 for text in read}), item.phase_2
+    for condition in (HEALTHY, *DAMAGED_GRAFTS):
+        yield Case(condition, asks)
+    yield Case("token", asks, {text: _with_other_word(engine, text, rng) for text in texts})
+    for ask in asks:
+        answer = {word for text in ask.answers for word in _WORD.findall(text)}
+        facts = {text: _with_other_word(engine, text, rng, answer) for text in texts if answer & {*_WORD.findall(text)}}
+        if facts:
+            yield Case("fact", (ask,), facts)
+
+
+def answers(engine: Engine, item: Item, policy: Policy, seed: str) -> Iterator[ScoredAnswer]:
+    """Those of an item's prompts that rest on grafts, under every condition, scored."""
     chat = find_chat(engine.tokenizer) if item.chat else None
-
-    def request(ask: Ask, condition: str) -> Request:
-        parts = [changed.get(part, part) if condition == "token" else part for part in ask.segments]
-        known = {*texts, *changed.values()}
-        damaged = Damaged(policy, condition) if condition in ("shift", "values") else policy
-        sampling = SamplingParams(max_tokens=min(SHORT, ask.max_tokens))
-        return Request(as_parts(parts, known, chat, ask.begun), damaged, sampling, remember=False, return_logits=True)
-
-    for condition in (HEALTHY, *DAMAGES):
-        if condition in (HEALTHY, "token"):
+    one_token = SamplingParams(max_tokens=1, ignore_eos=True)
+    for case in cases(engine, item, Random(seed)):  # noqa: S311
+        changed = case.changed
+        if case.condition not in DAMAGED_GRAFTS:
             engine.clear_cache()
             for read in item.phase_1:
-                parts = [changed[text] if condition == "token" else text for text in read]
-                send(engine, Request(as_parts(parts, chat=chat), "full", SamplingParams(max_tokens=1, ignore_eos=True)))
-        for ask in item.phase_2:
-            asked = request(ask, condition)
-            result, report = send(engine, asked), None
-            report = result.report
-            if not report.depth:
-                continue
-            true = replace(asked, prompt=request(ask, HEALTHY).prompt)
-            yield ScoredAnswer(
-                ask.task, item.pattern, condition, report.depth, report.grafted_tokens / report.prompt_tokens,
-                score(engine, true, result),
+                send(
+                    engine, Request(as_parts([changed.get(text, text) for text in read], chat=chat), "full", one_token)
+                )
+        damaged = Damaged(policy, case.condition) if case.condition in DAMAGED_GRAFTS else policy
+        known = {*changed.values(), *(text for read in item.phase_1 for text in read)}
+        for ask in case.asks:
+            asked, true = (
+                Request(
+                    as_parts([texts.get(part, part) for part in ask.segments], known, chat, ask.begun), damaged,
+                    SamplingParams(max_tokens=min(SHORT, ask.max_tokens)), remember=False, return_logits=True,
+                )
+                for texts in (changed, {})
             )  # fmt: skip
+            result = send(engine, asked)
+            if (report := result.report).depth:
+                grafted = report.grafted_tokens / report.prompt_tokens
+                distances = score(engine, true, result)
+                yield ScoredAnswer(ask.task, item.pattern, case.condition, report.depth, grafted, distances)
 
 
-def _with_other_token(engine: Engine, text: str, rng: Random) -> str:
-    """The text with one word replaced by another one of it, of as many tokens."""
-    words, length = text.split(" "), len(engine.encode(text))
+def _with_other_word(engine: Engine, text: str, rng: Random, of: Collection[str] = ()) -> str:
+    """The text with one word (`of` these, if there are any) replaced by another one of it, of as many tokens."""
+    spans = [match.span() for match in _WORD.finditer(text) if not of or match.group() in of]
+    words, length = sorted(set(_WORD.findall(text))), len(engine.encode(text))
     for _ in range(1000):
-        place, word = rng.randrange(len(words)), rng.choice(words)
-        other = " ".join([*words[:place], word, *words[place + 1 :]])
+        start, stop = rng.choice(spans)
+        other = text[:start] + rng.choice(words) + text[stop:]
         if other != text and len(engine.encode(other)) == length:
             return other
     raise ValueError(f"no word of {text[:40]!r} can be replaced")
@@ -168,7 +191,7 @@ def measure(
         progress_bar(Console(stderr=True), "scoring") as on_progress,
     ):
         for count, (name, number, item) in enumerate(made[done:], done + 1):
-            for row in conditions(engine, item, parse_policy(policy), f"{seed} {name} {number}"):
+            for row in answers(engine, item, parse_policy(policy), f"{seed} {name} {number}"):
                 rows.write(msgspec.json.encode(row) + b"\n")
             rows.flush()
             finished.write(msgspec.json.encode([name, number]) + b"\n")
