@@ -124,11 +124,15 @@ def cases(engine: Engine, item: Item, rng: Random) -> Iterator[Case]:
             yield Case("fact", (ask,), facts)
 
 
-def answers(engine: Engine, item: Item, policy: Policy, seed: str) -> Iterator[ScoredAnswer]:
-    """Those of an item's prompts that rest on grafts, under every condition, scored."""
+def answers(
+    engine: Engine, item: Item, policy: Policy, seed: str, conditions: Collection[str]
+) -> Iterator[ScoredAnswer]:
+    """Those of an item's prompts that rest on grafts, under these conditions, scored."""
     chat = find_chat(engine.tokenizer) if item.chat else None
     one_token = SamplingParams(max_tokens=1, ignore_eos=True)
     for case in cases(engine, item, Random(seed)):  # noqa: S311
+        if case.condition not in conditions:
+            continue
         changed = case.changed
         if case.condition not in DAMAGED_GRAFTS:
             engine.clear_cache()
@@ -173,6 +177,9 @@ def measure(
     items: Annotated[int, typer.Option(help="Texts of each task.")] = 8,
     length: int = 1024,
     seed: int = 5000,
+    conditions: Annotated[str, typer.Option(help="By commas; the first one is healthy.")] = ",".join(
+        (HEALTHY, *DAMAGES)
+    ),
     out: Path = Path("results/guard"),
 ) -> None:
     """Answer and score, under all conditions; go on where it was stopped."""
@@ -183,7 +190,7 @@ def measure(
         for number, item in enumerate(one.items(seed, items, Shape(length)))
     ]
     check_config(out / CONFIG, {"model": engine.config.identity, "suite": suite, "policy": policy, "items": items,
-                                "length": length, "seed": seed})  # fmt: skip
+                                "length": length, "seed": seed, "conditions": conditions})  # fmt: skip
     done = len(read_lines(out / "done.jsonl", list[Any]))
     with (
         (out / ROWS).open("ab") as rows,
@@ -191,7 +198,7 @@ def measure(
         progress_bar(Console(stderr=True), "scoring") as on_progress,
     ):
         for count, (name, number, item) in enumerate(made[done:], done + 1):
-            for row in answers(engine, item, parse_policy(policy), f"{seed} {name} {number}"):
+            for row in answers(engine, item, parse_policy(policy), f"{seed} {name} {number}", conditions.split(",")):
                 rows.write(msgspec.json.encode(row) + b"\n")
             rows.flush()
             finished.write(msgspec.json.encode([name, number]) + b"\n")

@@ -106,6 +106,17 @@ def test_a_slow_leak_is_found():
     assert 0.002 + first / 1e6 < 4 * TARGET
 
 
+def test_a_poisoned_segment_is_found():
+    """All is well but for the prompts that hold it, one in twenty."""
+    for seed in range(20):
+        rng = np.random.default_rng(1000 + seed)
+        simulation = Simulation(lambda *_, rng=rng: 0.8 if rng.random() < 0.05 else 0.001, NO_BUDGET, seed)
+        simulation.run(10_000)
+        assert simulation.told, seed
+        assert simulation.told[0][1].reason == "alarm"
+        assert simulation.told[0][0] < 6000, "600 scored answers"
+
+
 def test_waiting_is_doubled_up_to_a_day():
     simulation = Simulation(lambda *_: 0.5, NO_BUDGET)
     waits = []
