@@ -122,7 +122,7 @@ def guard_figures(server: Server) -> dict[str, float]:
     found = dict.fromkeys(("approximate", "scored", "tokens", "waiting"), 0.0)
     for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
         for sample in family.samples:
-            if not sample.name.startswith("kvgraft:guard_"):
+            if not sample.name.startswith("kvgraft:guard_") or sample.name.endswith("_created"):
                 continue
             name = sample.labels.get("outcome") or sample.name.removeprefix("kvgraft:guard_").removesuffix("_total")
             if name in found:

@@ -109,6 +109,7 @@ class Scorer:
         self._queued.set()
 
     async def _run(self) -> None:
+        await self._warm_up()
         while True:
             await self._queued.wait()
             sample = self._queue.popleft()
@@ -121,6 +122,15 @@ class Scorer:
                 logger.warning("an answer could not be scored: %s", error)
                 self._metrics.answers.labels("failed").inc()
             self._metrics.waiting.dec()
+
+    async def _warm_up(self) -> None:
+        """vLLM compiles what tells log-probabilities when it is first asked for those of one place, two, and more:
+        nobody is to wait for that later."""
+        try:
+            for count in (2, 3, 4):
+                await self._send(secrets.token_hex(), Control(SCORE).as_params(), [0] * count, prompt_logprobs=TOLD)
+        except Exception as error:  # likewise
+            logger.warning("the guard could not be warmed up: %s", error)
 
     async def _score(self, sample: Sample) -> dict[str, float]:
         """Its distances from exact KV."""
@@ -140,7 +150,7 @@ class Scorer:
         await self._turn(len(prompt))
         options = {"policy": sample.ticket.policy, "answer": answer}
         output = await self._send(
-            sample, {KEY: options, TRIAL_OF: sample.trial_of}, prompt,
+            sample.salt, {KEY: options, TRIAL_OF: sample.trial_of}, prompt,
             max_tokens=len(answer), logprobs=TOLD, ignore_eos=True,
         )  # fmt: skip
         if output.kv_transfer_params[KEY]["outcome"] != Outcome.GRAFTED:
@@ -163,7 +173,7 @@ class Scorer:
         """Compute these tokens exactly in the sample's namespace; what is told of its answer, if anything is to be."""
         for from_cache in (True, False):
             output = await self._send(
-                sample,
+                sample.salt,
                 Control(SCORE).as_params(),
                 tokens,
                 prompt_logprobs=told,
@@ -177,9 +187,9 @@ class Scorer:
                 return [told_of(place) for place in output.prompt_logprobs[-len(sample.told) :]]
         return []
 
-    async def _send(self, sample: Sample, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
-        """vLLM's last output of a request in the sample's namespace, which gives way to all others."""
-        call = Call(Principal(LOCAL, is_admin=True), "", sample.salt, yields=True)
+    async def _send(self, salt: str, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+        """vLLM's last output of a request under this cache key, which gives way to all others."""
+        call = Call(Principal(LOCAL, is_admin=True), "", salt, yields=True)
         output = await self._engine_client.run(
             call, params, tokens, f"kvgraft-{SCORE}-{secrets.token_hex(8)}", **sampling
         )
