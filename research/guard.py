@@ -12,6 +12,7 @@ python -m research.guard measure --model bundled --suite all --items 10      # a
 python -m research.guard streams --share 0.01 --target flips=0.05            # what the guard makes of them: seconds
 """
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,9 @@ from kvgraft.evaluate.scoring import send
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.guard.breaker import Level
-from kvgraft.guard.guard import Guard
+from kvgraft.guard.guard import MEASURES, Guard
 from kvgraft.guard.native import score
-from kvgraft.guard.target import Target
+from kvgraft.guard.target import Measure, Target, as_share
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
@@ -208,61 +209,81 @@ def measure(
 
 @dataclass(frozen=True)
 class Stream:
-    """What became of one stream: requests until the guard acted (None: it did not), the estimate and its interval when
-    it ended, and whether the truth is in that."""
+    """What became of one stream of requests.
 
-    until: int | None
-    estimate: float
-    low: float
-    high: float
-    scored: int
+    Attributes:
+        alarm, exact: requests until the guard raised its first alarm, and until it gave exact KV; None: it did not.
+        bounds: when it ended, mean, low and high of each measure.
+    """
+
+    alarm: int | None
+    exact: int | None
+    bounds: Mapping[Measure, Mapping[str, float]]
+
+    def covers(self, measure: Measure, truth: float) -> bool:
+        """Whether the truth lies between the bounds."""
+        return self.bounds[measure]["low"] <= truth <= self.bounds[measure]["high"]
 
 
 def stream(rows: Sequence[ScoredAnswer], share: float, target: Target | None, requests: int, seed: int) -> Stream:
-    """Requests drawn from these answers, as the guard sees them."""
-    rng, guard, until = np.random.default_rng(seed), Guard(share, target, seed=seed), None
-    policy = parse_policy(DEFAULT_POLICY)
+    """Requests drawn from these answers, as the guard sees them; it ends with exact KV."""
+    rng, guard, policy = np.random.default_rng(seed), Guard(share, target, seed=seed), parse_policy(DEFAULT_POLICY)
+    reached: dict[Level, int] = {}
     for number in range(1, requests + 1):
         row, ticket = rows[int(rng.integers(len(rows)))], guard.admit(policy)
+        reached.setdefault(ticket.level, number)
         if ticket.level is Level.EXACT:
-            until = number
             break
         if guard.chooses(ticket, row.depth, row.grafted_share):
             guard.add(ticket, "all", row.distances)
-    flips = guard.policy_view(str(policy)).get("as_asked", {}).get("flips", {"mean": 0.0, "low": 0.0, "high": 1.0})
-    return Stream(until, flips["mean"], flips["low"], flips["high"], guard.num_scored)
+    found = guard.policy_view(str(policy)).get("as_asked", {})
+    unknown = {"mean": 0.0, "low": 0.0, "high": 1.0}
+    bounds = {measure: found.get(measure, unknown) for measure in MEASURES}
+    alarm = min((number for level, number in reached.items() if level is not Level.AS_ASKED), default=None)
+    return Stream(alarm, reached.get(Level.EXACT), bounds)
 
 
 @app.command()
 def streams(
     results: Annotated[Path, typer.Option(help="Where `measure` has put its answers.")] = Path("results/guard"),
     share: Annotated[float, typer.Option(help="Of the answers, that are scored.")] = 0.01,
-    target: str = "flips=0.05",
+    target: str = "flips=0.02",
     requests: int = 5000,
     seeds: int = 20,
 ) -> None:
     """Streams of requests of each condition: when the guard acts; and, without a target, what it estimates."""
     rows = read_lines(results / ROWS, ScoredAnswer)
+    logging.getLogger("kvgraft").setLevel(logging.ERROR)  # every stream that is stopped would say so
     table = Table(title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}", title_justify="left")
-    for name in ("condition", "answers", "flips (95 %)", "KL, nats", "acted", "after requests: median", "most",
-                 "estimate - truth", "covered"):  # fmt: skip
+    for name in ("condition", "answers", "flips", "KL, at most 1 nat", "alarm raised", "after requests", "exact KV",
+                 "after requests", "flips: bias, covered", "KL: bias, covered"):  # fmt: skip
         table.add_column(name, justify="left" if name == "condition" else "right")
     for condition in (HEALTHY, *DAMAGES):
-        mine = [row for row in rows if row.condition == condition]
-        flips = [row.distances["flips"] for row in mine]
-        acted = [stream(mine, share, Target.parse(target), requests, seed) for seed in range(seeds)]
-        free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
-        after = [one.until for one in acted if one.until is not None]
-        low, high = bootstrap(flips)
-        truth = mean(flips)
-        table.add_row(
-            condition, str(len(mine)), f"{truth:.4f} ({low:.4f}-{high:.4f})",
-            f"{mean(row.distances['answer_kl'] for row in mine):.3f}", f"{len(after)} of {seeds}",
-            f"{median(after):,.0f}" if after else "-", f"{max(after):,}" if after else "-",
-            f"{mean(one.estimate for one in free) - truth:+.4f}",
-            f"{sum(one.low <= truth <= one.high for one in free)} of {seeds}",
-        )  # fmt: skip
+        if mine := [row for row in rows if row.condition == condition]:
+            acted = [stream(mine, share, Target.parse(target), requests, seed) for seed in range(seeds)]
+            free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
+            truth = {one: [as_share(one, row.distances) for row in mine] for one in MEASURES}
+            table.add_row(
+                condition, str(len(mine)), *(_with_bounds(truth[one]) for one in MEASURES),
+                *_reached([one.alarm for one in acted]), *_reached([one.exact for one in acted]),
+                *(_against(free, one, mean(truth[one])) for one in MEASURES),
+            )  # fmt: skip
     Console().print(table)
+
+
+def _with_bounds(values: Sequence[float]) -> str:
+    return "{:.4f} ({:.4f}-{:.4f})".format(mean(values), *bootstrap(values))
+
+
+def _reached(after: Sequence[int | None]) -> tuple[str, str]:
+    """(in how many streams, median and greatest number of requests until then)."""
+    found = [one for one in after if one is not None]
+    return f"{len(found)} of {len(after)}", f"{median(found):,.0f}, at most {max(found):,}" if found else "-"
+
+
+def _against(free: Sequence[Stream], measure: Measure, truth: float) -> str:
+    bias = mean(one.bounds[measure]["mean"] for one in free) - truth
+    return f"{bias:+.4f}, {sum(one.covers(measure, truth) for one in free)} of {len(free)}"
 
 
 if __name__ == "__main__":

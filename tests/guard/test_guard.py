@@ -55,11 +55,8 @@ def test_a_breaker_is_of_one_policy(caplog: pytest.LogCaptureFixture):
     assert guard.level(str(SPREAD)) is Level.EXACT
     assert guard.level(str(NAIVE)) is Level.AS_ASKED
     assert set(score(guard, GOOD, 100, NAIVE)) == {Level.AS_ASKED}
-    assert [(policy, one.after) for policy, one in told] == [
-        (str(SPREAD), Level.LARGER_BUDGET),
-        (str(SPREAD), Level.EXACT),
-    ]
-    assert "as_asked to larger_budget: alarm after" in caplog.text
+    assert [(policy, one.after) for policy, one in told] == [(str(SPREAD), Level.EXACT)]
+    assert "as_asked to exact: alarm after" in caplog.text
 
 
 def test_kl_can_be_the_target():

@@ -1,7 +1,8 @@
 """The breaker: when answers on approximate KV have become too bad, requests get a larger budget, then exact KV.
 
-A level is left upwards when its alarm is raised. After a while the requests that are drawn for scoring try the level
-below, and if enough of them are good, all others follow; each time that fails the while is doubled.
+A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless. After a while the
+requests that are drawn for scoring try the level below, and if enough of them are good, all others follow; each time
+that fails the while is doubled.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from kvgraft.guard.bounds import Alarm
 APART = 2000.0  # scored answers between false alarms, at least, of a policy that is as bad as is allowed
 TRIED = 40  # answers of a trial, at least
 GOOD = 0.8  # of the target, that the mean of a trial may reach
+HOPELESS = 5.0  # times the target: answers as bad as that are not mended by a larger budget
 WAIT_S, LONGEST_S = 300.0, 86_400.0  # before a trial: at first, and at most
 SETTLED = 10.0  # times as long as it waited, at the lowest level: then it waits as at first
 
@@ -94,7 +96,9 @@ class Breaker:
             self._run.add(value)
             if self._run.alarm.raised:
                 self._lengthen()
-                self._move(self._levels[self._levels.index(level) + 1], "alarm", self._run)
+                hopeless = self._run.mean >= HOPELESS * self._target
+                above = self._levels[-1 if hopeless else self._levels.index(level) + 1]
+                self._move(above, "alarm", self._run)
         elif self.is_trying and level == self._below:
             self._trial.add(value)
             self._judge()
