@@ -49,6 +49,7 @@ DAMAGED_GRAFTS = ("shift", "values")
 DAMAGES = (*DAMAGED_GRAFTS, "token", "fact")
 ROWS, CONFIG = "rows.jsonl", "config.json"
 SHORT = 32  # tokens of an answer
+TRIES = 300  # words that are tried in the place of another
 _WORD = re.compile(r"\w+")
 
 app = typer.Typer(add_completion=False)
@@ -117,11 +118,10 @@ def cases(engine: Engine, item: Item, rng: Random) -> Iterator[Case]:
     texts, asks = sorted({text for read in item.phase_1 for text in read}), item.phase_2
     for condition in (HEALTHY, *DAMAGED_GRAFTS):
         yield Case(condition, asks)
-    yield Case("token", asks, {text: _with_other_word(engine, text, rng) for text in texts})
+    yield Case("token", asks, _with_other_words(engine, texts, rng))
     for ask in asks:
         answer = {word for text in ask.answers for word in _WORD.findall(text)}
-        facts = {text: _with_other_word(engine, text, rng, answer) for text in texts if answer & {*_WORD.findall(text)}}
-        if facts:
+        if facts := _with_other_words(engine, texts, rng, answer):
             yield Case("fact", (ask,), facts)
 
 
@@ -158,16 +158,19 @@ def answers(
                 yield ScoredAnswer(ask.task, item.pattern, case.condition, report.depth, grafted, distances)
 
 
-def _with_other_word(engine: Engine, text: str, rng: Random, of: Collection[str] = ()) -> str:
-    """The text with one word (`of` these, if there are any) replaced by another one of it, of as many tokens."""
-    spans = [match.span() for match in _WORD.finditer(text) if not of or match.group() in of]
-    words, length = sorted(set(_WORD.findall(text))), len(engine.encode(text))
-    for _ in range(1000):
-        start, stop = rng.choice(spans)
-        other = text[:start] + rng.choice(words) + text[stop:]
-        if other != text and len(engine.encode(other)) == length:
-            return other
-    raise ValueError(f"no word of {text[:40]!r} can be replaced")
+def _with_other_words(engine: Engine, texts: Sequence[str], rng: Random, of: Collection[str] = ()) -> dict[str, str]:
+    """The texts, each with one word (`of` these, if there are any) replaced by another one of it, of as many tokens;
+    without those of which none can be."""
+    changed = {}
+    for text in texts:
+        spans = [match.span() for match in _WORD.finditer(text) if not of or match.group() in of]
+        words, length = sorted(set(_WORD.findall(text))), len(engine.encode(text))
+        for start, stop in rng.choices(spans, k=TRIES) if spans else ():
+            other = text[:start] + rng.choice(words) + text[stop:]
+            if other != text and len(engine.encode(other)) == length:
+                changed[text] = other
+                break
+    return changed
 
 
 @app.command()
