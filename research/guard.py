@@ -228,12 +228,21 @@ class Stream:
         return self.bounds[measure]["low"] <= truth <= self.bounds[measure]["high"]
 
 
-def stream(rows: Sequence[ScoredAnswer], share: float, target: Target | None, requests: int, seed: int) -> Stream:
-    """Requests drawn from these answers, as the guard sees them; it ends with exact KV."""
+def stream(
+    rows: Sequence[ScoredAnswer],
+    share: float,
+    target: Target | None,
+    requests: int,
+    seed: int,
+    before: Sequence[ScoredAnswer] = (),
+) -> Stream:
+    """So many requests that are drawn from these answers, behind as many that are drawn from others, if there are
+    some; as the guard sees them. It ends with exact KV. What is counted begins with the first one of these."""
     rng, guard, policy = np.random.default_rng(seed), Guard(share, target, seed=seed), parse_policy(DEFAULT_POLICY)
     reached: dict[Level, int] = {}
-    for number in range(1, requests + 1):
-        row, ticket = rows[int(rng.integers(len(rows)))], guard.admit(policy)
+    for number in range(1 - requests * bool(before), requests + 1):
+        drawn_from = rows if number > 0 else before
+        row, ticket = drawn_from[int(rng.integers(len(drawn_from)))], guard.admit(policy)
         reached.setdefault(ticket.level, number)
         if ticket.level is Level.EXACT:
             break
@@ -253,6 +262,7 @@ def streams(
     target: str = "flips=0.02",
     requests: int = 5000,
     seeds: int = 20,
+    later: Annotated[bool, typer.Option("--later", help="As many healthy requests come first.")] = False,
 ) -> None:
     """Streams of requests of each condition: when the guard acts; and, without a target, what it estimates."""
     rows = read_lines(results / ROWS, ScoredAnswer)
@@ -263,7 +273,8 @@ def streams(
         table.add_column(name, justify="left" if name == "condition" else "right")
     for condition in (HEALTHY, *DAMAGES):
         if mine := [row for row in rows if row.condition == condition]:
-            acted = [stream(mine, share, Target.parse(target), requests, seed) for seed in range(seeds)]
+            before = [row for row in rows if row.condition == HEALTHY] if later else []
+            acted = [stream(mine, share, Target.parse(target), requests, seed, before) for seed in range(seeds)]
             free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
             truth = {one: [as_share(one, row.distances) for row in mine] for one in MEASURES}
             table.add_row(

@@ -53,6 +53,16 @@ def test_hopeless_answers_get_exact_kv_at_once():
     assert (transition.before, transition.after) == (Level.AS_ASKED, Level.EXACT)
 
 
+def test_what_becomes_hopeless_is_judged_by_what_it_has_become():
+    simulation = Simulation(lambda _, now: 0.001 if now < 20_000 else 0.5)
+    simulation.run(20_200)
+    [(now, transition)] = simulation.told
+    assert now < 20_100
+    assert (transition.before, transition.after) == (Level.AS_ASKED, Level.EXACT)
+    assert transition.mean == pytest.approx(0.5, abs=0.2)
+    assert transition.answers <= 10
+
+
 def test_a_policy_without_a_budget_gets_exact_kv():
     simulation = Simulation(lambda *_: 0.3, NO_BUDGET)
     simulation.run(int(WAIT_S))

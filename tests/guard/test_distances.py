@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kvgraft.guard.distances import along, along_told, first_token, kl_divergence
+from kvgraft.guard.distances import along, along_logprobs, first_token, kl_divergence
 
 
 def test_kl_divergence():
@@ -59,17 +59,17 @@ def test_what_a_server_tells_bounds_the_divergence():
             places.append({int(t): float(place[t]) for t in [token, *place.topk(count).indices.tolist()]})
         return places
 
-    exact = along_told(told(ours, 50), told(truth, 50), answer)
+    exact = along_logprobs(told(ours, 50), told(truth, 50), answer)
     assert exact == pytest.approx({name: whole[name] for name in exact}, abs=1e-5)
-    few = along_told(told(ours, 5), told(truth, 5), answer)
+    few = along_logprobs(told(ours, 5), told(truth, 5), answer)
     assert 0 < few["answer_kl"] < whole["answer_kl"], "what is not told cannot differ"
     assert few["loglik"] == pytest.approx(whole["loglik"], abs=1e-5), "the answer's own token is always told"
     assert (few["flips"], few["top1"]) == (whole["flips"], whole["top1"])
-    assert along_told(told(ours, 5), told(ours, 5), answer)["answer_kl"] == 0
+    assert along_logprobs(told(ours, 5), told(ours, 5), answer)["answer_kl"] == 0
 
 
 def test_all_tokens_that_are_not_told_by_both_count_as_one():
     truth, ours = [{0: LN(0.5), 1: LN(0.3)}], [{0: LN(0.25), 2: LN(0.4)}]
-    found = along_told(ours, truth, [0])
+    found = along_logprobs(ours, truth, [0])
     assert found["answer_kl"] == pytest.approx(0.5 * LN(0.5 / 0.25) + 0.5 * LN(0.5 / 0.75))
     assert (found["flips"], found["top1"], found["kl"]) == (1.0, 0.0, found["answer_kl"])

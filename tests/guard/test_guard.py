@@ -3,8 +3,9 @@ import logging
 import pytest
 
 from kvgraft.guard.breaker import Level
-from kvgraft.guard.guard import MOST_POLICIES, Guard, with_larger_budget
+from kvgraft.guard.guard import MOST_POLICIES, OTHERS, Guard, with_larger_budget
 from kvgraft.guard.target import Target
+from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import parse_policy
 
 SPREAD, NAIVE = parse_policy("spread"), parse_policy("naive")
@@ -52,8 +53,8 @@ def test_a_breaker_is_of_one_policy(caplog: pytest.LogCaptureFixture):
     guard = Guard(1.0, Target.parse("flips=0.01"), seed=0, on_transition=lambda *one: told.append(one))
     with caplog.at_level(logging.WARNING, "kvgraft"):
         score(guard, BAD, 100)
-    assert guard.level(str(SPREAD)) is Level.EXACT
-    assert guard.level(str(NAIVE)) is Level.AS_ASKED
+    assert guard.policy_view(str(SPREAD))["level"] == "exact"
+    assert guard.admit(NAIVE).level is Level.AS_ASKED
     assert set(score(guard, GOOD, 100, NAIVE)) == {Level.AS_ASKED}
     assert [(policy, one.after) for policy, one in told] == [(str(SPREAD), Level.EXACT)]
     assert "as_asked to exact: alarm after" in caplog.text
@@ -62,7 +63,7 @@ def test_a_breaker_is_of_one_policy(caplog: pytest.LogCaptureFixture):
 def test_kl_can_be_the_target():
     guard = Guard(1.0, Target.parse("kl=0.05"), seed=0)
     score(guard, {"flips": 0.0, "answer_kl": 0.5}, 100, NAIVE)
-    assert guard.level(str(NAIVE)) is Level.EXACT
+    assert guard.admit(NAIVE).level is Level.EXACT
 
 
 def test_who_is_not_guarded_gets_what_he_asks_for():
@@ -72,20 +73,51 @@ def test_who_is_not_guarded_gets_what_he_asks_for():
     assert guard.admit(NAIVE, guarded=False).level is Level.AS_ASKED
 
 
-def test_policies_that_nobody_names_any_more_are_forgotten_but_for_tripped_ones():
-    guard = Guard(1.0, Target.parse("flips=0.01"), seed=0)
-    score(guard, BAD, 100, NAIVE)
-    for number in range(2 * MOST_POLICIES):
-        guard.admit(parse_policy(f"spread:recompute_share={0.001 * (number + 1):.3f}"))
-    assert len(guard.view()["policies"]) == MOST_POLICIES
-    assert guard.level(str(NAIVE)) is Level.EXACT
+def other_policies(count: int) -> list[Policy]:
+    return [parse_policy(f"spread:recompute_share={0.001 * (number + 1):.3f}") for number in range(count)]
 
 
-def test_as_many_bad_policies_as_are_remembered():
-    guard = Guard(1.0, Target.parse("flips=0.01"), seed=0)
-    for number in range(MOST_POLICIES + 2):
-        score(guard, BAD, 60, parse_policy(f"epic:start_tokens={number + 1}"))
-        assert len(guard.view()["policies"]) <= MOST_POLICIES
+def test_policies_that_clients_make_up_are_guarded_together_and_push_nothing_out():
+    guard = Guard(1.0, Target.parse("flips=0.01"), default=SPREAD, seed=0)
+    for number, policy in enumerate(other_policies(3 * MOST_POLICIES)):
+        score(guard, BAD if number % 3 else GOOD, 3, policy)
+        score(guard, GOOD, 1)
+    known = guard.view()["policies"]
+    assert len(known) == MOST_POLICIES + 1
+    assert known[str(SPREAD)]["as_asked"]["answers"] == 3 * MOST_POLICIES + 3, "one is named by its own name"
+    assert known[OTHERS]["level"] == "exact"
+    for policy in other_policies(3 * MOST_POLICIES + 1)[-2:]:
+        assert guard.admit(policy).level is Level.EXACT
+    assert guard.admit(SPREAD).level is Level.AS_ASKED
+
+
+def test_a_larger_budget_is_what_is_answered_with():
+    guard = Guard(1.0, Target.parse("flips=0.1"), seed=0)
+    while (ticket := guard.admit(SPREAD)).level is Level.AS_ASKED:
+        score(guard, BAD, 1)
+    assert (ticket.level, ticket.name) == (Level.LARGER_BUDGET, str(SPREAD))
+    assert ticket.policy == with_larger_budget(SPREAD)
+
+
+def test_trials_are_all_scored_and_no_part_of_the_bounds():
+    now = 0.0
+    guard = Guard(0.1, Target.parse("flips=0.01"), seed=0, clock=lambda: now)
+    score(guard, BAD, 20, NAIVE)
+    before = guard.view()
+    now = 10_000.0
+    tickets = [guard.admit(NAIVE) for _ in range(500)]
+    trials = [ticket for ticket in tickets if ticket.is_trial]
+    assert 100 < len(trials) < 300, "as many as are watched"
+    assert {ticket.level for ticket in trials} == {Level.AS_ASKED}
+    assert all(guard.chooses(ticket, 1, 0.9) for ticket in trials)
+    asked = [guard.admit(NAIVE, guarded=False) for _ in range(2000)]
+    assert sum(guard.chooses(ticket, 1, 0.9) for ticket in asked) == pytest.approx(200, abs=50), "not more than else"
+    for ticket in trials:
+        guard.add(ticket, "a", GOOD)
+    after = guard.view()
+    assert guard.admit(NAIVE).level is Level.AS_ASKED, "the trial has passed"
+    assert after["policies"][str(NAIVE)]["as_asked"] == before["policies"][str(NAIVE)]["as_asked"]
+    assert after["tenants"] == before["tenants"]
 
 
 @pytest.mark.parametrize(

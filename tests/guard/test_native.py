@@ -2,6 +2,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from torch import Tensor
 
 from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.guard.native import score
@@ -25,6 +26,13 @@ def ask(engine: Engine, policy: str, **options) -> tuple[Request, Result]:
     return request, result
 
 
+def exact_first(engine: Engine) -> Tensor:
+    """Logits [V] of the answer's first token on exact KV."""
+    [exact] = engine.generate([Request(PROMPT, "full", SAMPLING, "first", return_logits=True)])
+    assert exact.logits is not None
+    return exact.logits[0]
+
+
 def test_the_distance_of_an_exact_answer_is_nothing(engine: Engine):
     found = score(engine, *ask(engine, "sparsex:recompute_share=1.0"))
     assert found["answer_kl"] < 1e-6
@@ -45,6 +53,10 @@ def test_the_distance_of_an_approximate_answer_is_along_its_own_tokens(engine: E
     probability = result.logits[-1].log_softmax(-1), truth.logits[0].log_softmax(-1)
     last = (probability[1].exp() * (probability[1] - probability[0])).sum()
     assert float(last) <= 6 * found["answer_kl"] + 1e-6, "the last of six places"
+    probabilities = [logits.log_softmax(-1) for logits in (result.logits[0], exact_first(engine))]
+    first = (probabilities[1].exp() * (probabilities[1] - probabilities[0])).sum()
+    assert found["kl"] == pytest.approx(float(first), rel=1e-3, abs=1e-7)
+    assert found["answer_kl"] >= (float(first) + float(last)) / 6 - 1e-6
 
 
 def test_what_was_computed_to_score_is_exact_and_known(engine: Engine):

@@ -19,7 +19,7 @@ from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_distances, send
 from kvgraft.evaluate.streaming import stream
 from kvgraft.evaluate.tasks import Ask, Item
-from kvgraft.guard.distances import along_told
+from kvgraft.guard.distances import along_logprobs
 from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
@@ -38,7 +38,7 @@ class Answer:
         fallback: why what is known was not used; None where it was, and where nothing is known.
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
-        distances: from `full` along full's own answer, see `along`; over HTTP `along_told`.
+        distances: from `full` along full's own answer, see `along`; over HTTP `along_logprobs`.
         counts: what was counted, such as `promoted_heads`; over HTTP only `kept_tokens` (of documents).
         kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
     """
@@ -203,7 +203,7 @@ class HttpHost:
         def give(tokens: tuple[int, ...]) -> Told:
             return self._ask(item, policy, ask, tokens)[1]
 
-        return replace(answer, distances=distances(told, truth, give, along_told))
+        return replace(answer, distances=distances(told, truth, give, along_logprobs))
 
     def _ask(self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()) -> tuple[Answer, Told]:
         namespace, chat = uuid.uuid4().hex, self.chat if item.chat else None

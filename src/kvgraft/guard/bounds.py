@@ -65,11 +65,22 @@ class Alarm:
             raise ValueError(f"target must be between 0 and 1, got {target}")
         self._target, self._apart = target, apart
         self._wealth = np.zeros(len(BETS))  # of all bets together, by what they lose at most
+        self._gained = np.zeros(len(BETS))  # log of what a bet has gained since it last had nothing
+        self._counts, self._sums = np.zeros_like(self._gained), np.zeros_like(self._gained)  # of values since then
 
     def add(self, value: float) -> None:
         """One more answer."""
         require_share("value", value)
-        self._wealth = (self._wealth + 1) * (1 + BETS[:, 0] * (value / self._target - 1))
+        factors, goes_on = 1 + BETS[:, 0] * (value / self._target - 1), self._gained > 0
+        self._wealth = (self._wealth + 1) * factors
+        self._gained = self._gained * goes_on + np.log(factors)
+        self._counts, self._sums = self._counts * goes_on + 1, self._sums * goes_on + value
+
+    @property
+    def latest(self) -> tuple[int, float]:
+        """Answers since it seems to have gone wrong (where the best bet began to gain: CUSUM), and their mean."""
+        best = int(self._gained.argmax())
+        return int(self._counts[best]), float(self._sums[best] / max(self._counts[best], 1))
 
     @property
     def raised(self) -> bool:

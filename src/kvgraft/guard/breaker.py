@@ -15,6 +15,7 @@ APART = 2000.0  # scored answers between false alarms, at least, of a policy tha
 TRIED = 40  # answers of a trial, at least
 GOOD = 0.8  # of the target, that the mean of a trial may reach
 HOPELESS = 5.0  # times the target: answers as bad as that are not mended by a larger budget
+DOUBTS = 6  # good answers that are added before that is said of those that have raised the alarm: they were bad ones
 WAIT_S, LONGEST_S = 300.0, 86_400.0  # before a trial: at first, and at most
 SETTLED = 10.0  # times as long as it waited, at the lowest level: then it waits as at first
 
@@ -29,29 +30,13 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of level, with what was known of it: `answers` were scored at the old level, or tried the new one."""
+    """A change of level, with what was known of it: `answers` have raised the alarm, or tried the new level."""
 
     before: Level
     after: Level
     reason: str  # alarm, trial_passed, trial_failed
     answers: int
     mean: float  # of their values, as shares
-
-
-class _Run:
-    """Answers at one level since it was entered, or of one trial."""
-
-    def __init__(self, target: float) -> None:
-        self.alarm, self.count, self._sum = Alarm(target, APART), 0, 0.0
-
-    def add(self, value: float) -> None:
-        self.alarm.add(value)
-        self.count += 1
-        self._sum += value
-
-    @property
-    def mean(self) -> float:
-        return self._sum / max(self.count, 1)
 
 
 class Breaker:
@@ -72,8 +57,8 @@ class Breaker:
         on_transition: Callable[[Transition], None],
     ) -> None:
         self._target, self._levels, self._clock, self._tell = target, levels, clock, on_transition
-        self.level, self._run, self._trial = levels[0], _Run(target), _Run(target)
-        self._entered = clock()
+        self.level, self._entered = levels[0], clock()
+        self._begin()
         self._wait = WAIT_S / 2  # doubled when the first alarm is raised
 
     @property
@@ -93,14 +78,16 @@ class Breaker:
     def add(self, level: Level, value: float) -> None:
         """An answer of this level has been scored; those of levels that have been left tell nothing any more."""
         if level == self.level:
-            self._run.add(value)
-            if self._run.alarm.raised:
+            self._alarm.add(value)
+            if self._alarm.raised:
                 self._lengthen()
-                hopeless = self._run.mean >= HOPELESS * self._target
+                answers, mean = self._alarm.latest
+                hopeless = mean * answers >= HOPELESS * self._target * (answers + DOUBTS)
                 above = self._levels[-1 if hopeless else self._levels.index(level) + 1]
-                self._move(above, "alarm", self._run)
+                self._move(above, "alarm", answers, mean)
         elif self.is_trying and level == self._below:
-            self._trial.add(value)
+            self._trial_alarm.add(value)
+            self._trial.append(value)
             self._judge()
 
     @property
@@ -109,18 +96,23 @@ class Breaker:
 
     def _judge(self) -> None:
         """End the trial, if it is clear how."""
-        trial = self._trial
-        if trial.alarm.raised or trial.count >= 4 * TRIED:
+        answers, mean = len(self._trial), sum(self._trial) / len(self._trial)
+        if self._trial_alarm.raised or answers >= 4 * TRIED:
             self._lengthen()
-            self._move(self.level, "trial_failed", trial)
-        elif trial.count >= TRIED and trial.mean <= GOOD * self._target:
-            self._move(self._below, "trial_passed", trial)
+            self._move(self.level, "trial_failed", answers, mean)
+        elif answers >= TRIED and mean <= GOOD * self._target:
+            self._move(self._below, "trial_passed", answers, mean)
 
     def _lengthen(self) -> None:
         settled = not self.is_tripped and self._clock() >= self._entered + SETTLED * self._wait
         self._wait = WAIT_S if settled else min(2 * self._wait, LONGEST_S)
 
-    def _move(self, level: Level, reason: str, run: _Run) -> None:
+    def _move(self, level: Level, reason: str, answers: int, mean: float) -> None:
         before, self.level, self._entered = self.level, level, self._clock()
-        self._run, self._trial = _Run(self._target), _Run(self._target)
-        self._tell(Transition(before, level, reason, run.count, run.mean))
+        self._begin()
+        self._tell(Transition(before, level, reason, answers, mean))
+
+    def _begin(self) -> None:
+        """Nothing is known of answers at this level, nor of a trial."""
+        self._alarm, self._trial_alarm = Alarm(self._target, APART), Alarm(self._target, APART)
+        self._trial: list[float] = []

@@ -41,25 +41,25 @@ def along(ours: Tensor, truth: Tensor, answer: Sequence[int]) -> dict[str, float
     }
 
 
-def along_told(
+def along_logprobs(
     ours: Sequence[Mapping[int, float]], truth: Sequence[Mapping[int, float]], answer: Sequence[int]
 ) -> dict[str, float]:
-    """As `along`, of what a server tells at each place: log-probabilities of the answer's token and of those that are
-    most likely. KL is over the tokens that both tell; all others count as one, so it is a lower bound."""
-    kl = [_told_kl(here, there) for here, there in zip(ours, truth, strict=True)]
+    """As `along`, of what a server says of each place: log-probabilities of the answer's token and of those that are
+    most likely. KL is over the tokens that both name; all others count as one, so it is a lower bound."""
+    kl = [_logprobs_kl(here, there) for here, there in zip(ours, truth, strict=True)]
     flips = [_best(here) != _best(there) for here, there in zip(ours, truth, strict=True)]
-    likelier = [here[token] - there[token] for here, there, token in zip(ours, truth, answer, strict=True)]
-    means = {name: float(np.mean(of)) for name, of in (("answer_kl", kl), ("flips", flips), ("loglik", likelier))}
+    loglik = [here[token] - there[token] for here, there, token in zip(ours, truth, answer, strict=True)]
+    means = {name: float(np.mean(of)) for name, of in (("answer_kl", kl), ("flips", flips), ("loglik", loglik))}
     return {"kl": kl[0], "top1": float(not flips[0])} | means
 
 
-def _told_kl(ours: Mapping[int, float], truth: Mapping[int, float]) -> float:
-    """KL(truth || ours) of the tokens that both tell and of one more that stands for all others."""
+def _logprobs_kl(ours: Mapping[int, float], truth: Mapping[int, float]) -> float:
+    """KL(truth || ours) of the tokens that both name and of one more that stands for all others."""
     both = sorted(ours.keys() & truth.keys())
-    p, q = (np.exp([told[token] for token in both]) for told in (truth, ours))
-    p, q = (np.append(told, max(1.0 - told.sum(), ROUNDING)) for told in (p, q))
+    p, q = (np.exp([place[token] for token in both]) for place in (truth, ours))
+    p, q = (np.append(named, max(1.0 - named.sum(), ROUNDING)) for named in (p, q))
     return float(max(0.0, (p * np.log(p / q)).sum()))
 
 
-def _best(told: Mapping[int, float]) -> int:
-    return max(told, key=lambda token: (told[token], -token))
+def _best(place: Mapping[int, float]) -> int:
+    return max(place, key=lambda token: (place[token], -token))

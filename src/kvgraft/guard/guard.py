@@ -5,9 +5,8 @@ It knows no host: whoever scores an answer tells it the distances.
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvgraft.guard.bounds import ConfidenceSequence
@@ -19,7 +18,8 @@ from kvgraft.prefill.policies import with_options
 
 logger = logging.getLogger("kvgraft")
 ANSWER_TOKENS = 128  # of an answer, that are scored at most
-MOST_POLICIES = 32  # that are guarded at a time: those that requests have named last
+MOST_POLICIES = 32  # that are guarded each on its own: the default one, and those that were named first
+OTHERS = "others"  # all policies besides, which are guarded together
 LARGER = 4.0  # times the share of tokens that a policy recomputes
 MEASURES: tuple[Measure, ...] = ("flips", "kl")
 
@@ -29,13 +29,17 @@ class Ticket:
     """A request on its way.
 
     Attributes:
-        policy: that it asks for. `level`: at which it is answered.
+        name: of the policy that it asks for, or OTHERS.
+        policy: with which it is answered, unless its level is EXACT.
         is_watched: whether its answer may be scored.
+        is_trial: whether it tries the level below.
     """
 
-    policy: str
-    level: Level
-    is_watched: bool
+    name: str
+    policy: Policy
+    level: Level = Level.AS_ASKED
+    is_watched: bool = False
+    is_trial: bool = False
 
 
 class Guard:
@@ -44,6 +48,7 @@ class Guard:
     Args:
         share: of the answers on approximate KV, that are scored.
         target: when the breaker of a policy trips; None: never.
+        default: the policy of most requests.
         on_transition: called with the policy when its breaker changes the level.
     """
 
@@ -52,15 +57,18 @@ class Guard:
         share: float,
         target: Target | None = None,
         *,
+        default: Policy | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_transition: Callable[[str, Transition], None] | None = None,
     ) -> None:
         self._sampling, self.target, self._clock = Sampling(share, seed), target, clock
         self._on_transition = on_transition
-        self._policies: OrderedDict[str, _Guarded] = OrderedDict()
+        self._policies: dict[str, _Guarded] = {}
         self._tenants: dict[str, _Bounds] = {}
         self.num_approximate = self.num_scored = 0
+        if default is not None:
+            self._name(default)
 
     def admit(self, policy: Policy, *, guarded: bool = True) -> Ticket:
         """A request arrives.
@@ -68,41 +76,38 @@ class Guard:
         Args:
             guarded: whether the breaker may answer it otherwise than it asks for.
         """
-        known = self._find(policy)
-        watched, level = self._sampling.draw(), Level.AS_ASKED
-        if guarded and known.breaker is not None:
-            level = known.breaker.level_of(drawn=watched)
-        return Ticket(str(policy), level, watched)
+        drawn, name = self._sampling.draw(), self._name(policy)
+        breaker = self._policies[name].breaker
+        if breaker is None or not guarded:
+            return Ticket(name, policy, is_watched=drawn)
+        level = breaker.level_of(drawn=drawn)
+        if level is Level.LARGER_BUDGET:
+            policy = with_larger_budget(policy) or policy
+        return Ticket(name, policy, level, drawn and level is not Level.EXACT, level is not breaker.level)
 
     def chooses(self, ticket: Ticket, depth: int, grafted_share: float) -> bool:
         """Whether this answer, which has ended and rests on approximate KV, is to be scored: all trials are."""
         self.num_approximate += 1
-        known = self._policies.get(ticket.policy)
-        if not ticket.is_watched or known is None:
-            return False
-        tries = known.breaker is not None and ticket.level != known.breaker.level
-        return tries or self._sampling.choose((ticket.policy, ticket.level, depth, int(4 * grafted_share)))
+        kind = ticket.name, ticket.level, depth, int(4 * grafted_share)
+        return ticket.is_watched and (ticket.is_trial or self._sampling.choose(kind))
 
     def add(self, ticket: Ticket, tenant: str, distances: Mapping[str, float]) -> None:
-        """An answer has been scored; `distances` as `distances.along`."""
+        """An answer has been scored; `distances` as `distances.along`. Bounds are of equal shares of all answers: not
+        of trials, which are all scored."""
         self.num_scored += 1
-        shares = {measure: as_share(measure, distances) for measure in MEASURES}
-        if (known := self._policies.get(ticket.policy)) is not None:
+        shares, known = {measure: as_share(measure, distances) for measure in MEASURES}, self._policies[ticket.name]
+        breaker = known.breaker
+        if breaker is not None and self.target is not None and (ticket.is_trial or ticket.level is breaker.level):
+            breaker.add(ticket.level, shares[self.target.measure])
+        if not ticket.is_trial:
             known.bounds.setdefault(ticket.level, _Bounds()).add(shares)
-            if known.breaker is not None and self.target is not None:
-                known.breaker.add(ticket.level, shares[self.target.measure])
-        self._tenants.setdefault(tenant, _Bounds()).add(shares)
+            self._tenants.setdefault(tenant, _Bounds()).add(shares)
 
-    def level(self, policy: str) -> Level:
-        """At which requests with this policy are answered that are not drawn."""
-        known = self._policies.get(policy)
-        return known.breaker.level if known is not None and known.breaker is not None else Level.AS_ASKED
-
-    def policy_view(self, policy: str) -> dict[str, Any]:
+    def policy_view(self, name: str) -> dict[str, Any]:
         """What is known of a policy: its level, and the bounds of the answers at each level."""
-        known = self._policies.get(policy)
-        bounds = {} if known is None else {level.name.lower(): one.view() for level, one in known.bounds.items()}
-        return {"level": self.level(policy).name.lower(), **bounds}
+        known = self._policies[name]
+        bounds = {level.name.lower(): one.view() for level, one in known.bounds.items()}
+        return {"level": known.level.name.lower(), **bounds}
 
     def view(self, tenant: str | None = None) -> dict[str, Any]:
         """What is known, by policy and by tenant; of one tenant only what is known of its own answers."""
@@ -115,32 +120,29 @@ class Guard:
             "tenants": {name: bounds.view() for name, bounds in tenants.items()},
         }
 
-    def _find(self, policy: Policy) -> "_Guarded":
+    def _name(self, policy: Policy) -> str:
+        """Under which this policy is guarded from now on."""
         name = str(policy)
         if name not in self._policies:
-            if len(self._policies) >= MOST_POLICIES:
-                calm = (name for name, one in self._policies.items() if not (one.breaker and one.breaker.is_tripped))
-                del self._policies[next(calm, next(iter(self._policies)))]
-            self._policies[name] = self._make(policy)
-        self._policies.move_to_end(name)
-        return self._policies[name]
+            name = name if len(self._policies) < MOST_POLICIES else OTHERS
+            grows = name != OTHERS and with_larger_budget(policy) is not None
+            self._policies.setdefault(name, _Guarded(self._breaker(name, grows=grows)))
+        return name
 
-    def _make(self, policy: Policy) -> "_Guarded":
+    def _breaker(self, name: str, *, grows: bool) -> Breaker | None:
         if self.target is None:
-            return _Guarded(None, {})
-        grows = with_larger_budget(policy) is not None
+            return None
         levels = tuple(level for level in Level if grows or level is not Level.LARGER_BUDGET)
-        name = str(policy)
-        return _Guarded(Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one)), {})
+        return Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one))
 
-    def _tell(self, policy: str, transition: Transition) -> None:
+    def _tell(self, name: str, transition: Transition) -> None:
         logger.warning(
             "guard: policy %s: %s to %s: %s after %d scored answers, whose mean is %.4f (target %s)",
-            policy, transition.before.name.lower(), transition.after.name.lower(), transition.reason,
+            name, transition.before.name.lower(), transition.after.name.lower(), transition.reason,
             transition.answers, transition.mean, self.target,
         )  # fmt: skip
         if self._on_transition is not None:
-            self._on_transition(policy, transition)
+            self._on_transition(name, transition)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,12 @@ class _Guarded:
     """A policy: its breaker, and bounds of the answers at each level."""
 
     breaker: Breaker | None
-    bounds: "dict[Level, _Bounds]"
+    bounds: "dict[Level, _Bounds]" = field(default_factory=dict)
+
+    @property
+    def level(self) -> Level:
+        """At which requests are answered that are not drawn."""
+        return Level.AS_ASKED if self.breaker is None else self.breaker.level
 
 
 class _Bounds:

@@ -21,6 +21,7 @@ from kvgraft.reuse.index import wants_similar
 PARAMS = "kv_transfer_params"  # of requests and answers
 KEY = "kvgraft"  # in these
 TRIAL_OF = "kvgraft_trial_of"  # likewise: vLLM's id of the request whose plan it tries
+NOTE_PLAN = "kvgraft_note_plan"  # likewise: whether its plan may be tried later
 EXACT_BECAUSE = "kvgraft_exact"  # likewise, set by the API server alone: why a request gets exact KV
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server

@@ -10,8 +10,9 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     ours, theirs = logging.getLogger("kvgraft"), logging.getLogger("vllm")
-    ours.handlers = theirs.handlers
-    ours.setLevel(theirs.getEffectiveLevel())
+    if not ours.handlers:
+        ours.handlers = [*theirs.handlers]
+        ours.setLevel(theirs.getEffectiveLevel())
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
     try:

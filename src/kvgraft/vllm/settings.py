@@ -190,6 +190,8 @@ def _check_guard(settings: KVGraftSettings) -> None:
     require_at_least("guard_tokens", settings.guard_tokens, 1)
     if settings.target is not None and not settings.guard:
         raise ValueError(f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to score")
+    if settings.target is not None and settings.mode == DISCOVER:
+        raise ValueError(f"guard_target {settings.guard_target}: mode {DISCOVER} has nothing to cut back")
     if not isinstance(settings.exact_for, list | tuple):
         raise ValueError(f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}")
     for kind in settings.exact_for:

@@ -76,7 +76,7 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "exact_value": 0.3,
         "refresh": 0.05,
         "document_gib": 0.5,
-        "mode": "discover",
+        "mode": "live",
         "guard": 0.02,
         "guard_target": "kl=0.05",
         "guard_tokens": 1000,
@@ -176,6 +176,29 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-watermark", "2"], "watermark must be a share"),
         (["--kvgraft-watermark", "0"], "watermark must be above 0"),
         (["--kvgraft-frozen-quota", "0"], "frozen_quota must be above 0"),
+        (["--kvgraft-guard", "0.1", "--enable-sleep-mode"], "must not score"),
+        (["--kvgraft-guard", "0.1", "--max-logprobs", "5"], "--max-logprobs of at least 20, got 5"),
+        (["--kvgraft-guard", "0.1", "--logprobs-mode", "processed_logprobs"], "not by --logprobs-mode processed_logp"),
+        (
+            ["--kvgraft-guard", "0.1", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            "drafts .* would stand in the answers",
+        ),
+        (
+            [
+                "--max-logprobs",
+                "5",
+                "--kv-transfer-config",
+                f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", "kv_connector_extra_config": '
+                '{"guard": 0.1}}',
+            ],
+            "--max-logprobs of at least 20, got 5",
+        ),
+        (["--kvgraft-guard", "1.5"], "guard must be a share"),
+        (["--kvgraft-guard-target", "flips=0.01"], "needs a guard above 0"),
+        (
+            ["--kvgraft-guard", "0.1", "--kvgraft-guard-target", "flips=0.01", "--kvgraft-mode", "discover"],
+            "mode discover has nothing to cut back",
+        ),
         (["--kvgraft-frozen-quota", "1.5"], "frozen_quota must be a share"),
         (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
         (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),

@@ -98,6 +98,25 @@ def test_a_rule_is_promql_about_metrics_that_exist(rule: dict[str, Any]):
     assert not named or " by (" not in rule["expr"]
 
 
+def sides(found: Any) -> Iterator[Any]:
+    """Of all operations on two vectors in an expression that is not inside of a function or a sum."""
+    if isinstance(found, promql_parser.ParenExpr):
+        yield from sides(found.expr)
+    elif isinstance(found, promql_parser.BinaryExpr):
+        for side in (found.lhs, found.rhs):
+            yield from sides(side)
+    elif not isinstance(found, promql_parser.NumberLiteral):
+        yield found
+
+
+@pytest.mark.parametrize("expression", [*queries(), *(rule["expr"] for rule in RULES)])
+def test_both_sides_of_an_operation_have_the_same_labels(expression: str):
+    """PromQL pairs series whose labels are equal: what is selected by them must be summed over on both sides."""
+    found = [*sides(promql_parser.parse(expression.replace("$__rate_interval", "1m")))]
+    if len(found) > 1:
+        assert all(isinstance(side, promql_parser.AggregateExpr) or "{" not in str(side) for side in found)
+
+
 def test_counters_are_shown_as_rates_and_gauges_as_they_are():
     for query in queries():
         for name in re.findall(r"kvgraft:\w+", query):

@@ -12,6 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
+from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.granted import GRANTED, granted_salts
@@ -22,6 +23,7 @@ from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
+from kvgraft.vllm.server.watching import Watched
 
 ALICE = Tenant.of("alice")
 GRANTS = Grants(["wiki=alice", "law=*", "hidden=bob"], Keyring(Keys(("alice", "bob"), "admin")))
@@ -96,6 +98,15 @@ def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(engine: E
     assert admit(engine, request(), call) == salts.of(ALICE, "", "what the client said")
     assert admit(engine, request(namespace="n"), call) == salts.of(ALICE, "n", "what the client said")
     assert admit(engine, request(), Call(Principal(ALICE), "", salt="chosen")) == "chosen"
+
+
+def test_what_the_guard_notes_is_of_the_callers_own_request_whatever_id_clients_choose(engine: Engine, salts: Salts):
+    bob = Tenant.of("bob")
+    notes = {tenant: Watched(Ticket("naive", parse_policy("naive")), "") for tenant in (ALICE, bob)}
+    for tenant in (bob, ALICE):
+        admit(engine, request(), Call(Principal(tenant), "", watched={"r": notes[tenant]}))
+    said = "what the client said"
+    assert {one: note.cache_salt for one, note in notes.items()} == {one: salts.of(one, "", said) for one in notes}
 
 
 def granted(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from test_given_answers import ask, giving, token_ids
 from test_segments import LABELS
 from test_server import QUESTION, elsewhere
 
-from kvgraft.guard.distances import along_told
+from kvgraft.guard.distances import along_logprobs
 from kvgraft.testbed.documents import Facts, make_documents
 from kvgraft.testbed.tasks import read
 
@@ -84,7 +84,7 @@ def test_the_distances_are_those_from_exact_kv(guarded: RunningServer, policy: s
         told(ask(guarded, ALICE, prompt, LENGTH, **giving(tokens, namespace=elsewhere_, **options)))
         for elsewhere_, options in ((f"again {policy}", {"policy": policy}), (here, {"reuse": "exact"}))
     )
-    expected = along_told(ours, exact, tokens)
+    expected = along_logprobs(ours, exact, tokens)
     assert found["flips"] == pytest.approx(expected["flips"])
     assert found["loglik"] == pytest.approx(expected["loglik"], abs=0.1)  # bfloat16, and three tokens a place
     assert found["answer_kl"] >= expected["answer_kl"] - 0.1
@@ -92,8 +92,8 @@ def test_the_distances_are_those_from_exact_kv(guarded: RunningServer, policy: s
 
 
 @pytest.mark.parametrize("length", [100, 1100])
-def test_long_prompts_are_computed_piece_by_piece(guarded: RunningServer, texts: Any, length: int):
-    document, here = texts.document(length), f"pieces {length}"
+def test_long_prompts_are_computed_chunk_by_chunk(guarded: RunningServer, texts: Any, length: int):
+    document, here = texts.document(length), f"chunks {length}"
     complete(guarded, document, namespace=here)
     _, report = complete(guarded, elsewhere(document), namespace=here)
     assert report["guard"] == "pending"

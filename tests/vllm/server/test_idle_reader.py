@@ -17,11 +17,11 @@ from kvgraft.vllm.options import READ, REFRESH, Control
 from kvgraft.vllm.server import idle_reader
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.idle_reader import PIECE, IdleReader
+from kvgraft.vllm.server.idle_reader import CHUNK, IdleReader
 from kvgraft.vllm.server.keys import API_KEY
 from kvgraft.vllm.server.server_state import ServerState
 
-TEXT = list(range(2 * PIECE + 100))
+TEXT = list(range(2 * CHUNK + 100))
 LIMIT_S = 120.0  # of a wait that never lasts as long unless something is wrong
 
 
@@ -86,7 +86,7 @@ async def some_time() -> None:
 
 def test_texts_are_read_in_pieces_when_a_request_has_come_and_gone():
     engine = Engine(TEXT, [1, 2, 3])
-    lengths = [PIECE, 2 * PIECE, len(TEXT), 3]
+    lengths = [CHUNK, 2 * CHUNK, len(TEXT), 3]
 
     async def story(reader: IdleReader) -> None:
         await some_time()
@@ -123,7 +123,7 @@ def test_a_request_ends_the_reading_before_it_goes_on_and_the_text_is_read_later
         await asyncio.gather(reader.stop(), reader.stop())
         assert engine.running == 0
         await some_time()
-        assert [length for _, _, length in engine.log] == [PIECE]
+        assert [length for _, _, length in engine.log] == [CHUNK]
         engine.holds, engine.is_idle = False, True
         await until(lambda: not engine.texts)
 

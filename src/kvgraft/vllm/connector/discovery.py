@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.options import NOTE_PLAN
 
-REMEMBERED = 256  # plans, of the requests that came last
+REMEMBERED = 256  # plans, of the watched requests that came last
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +26,18 @@ class Discovery:
         self._found: OrderedDict[str, Found] = OrderedDict()
 
     def note(self, state: RequestState, candidate: Candidate) -> None:
-        """This would have been grafted."""
-        self._found[state.id] = Found(state.offer.scope, candidate)
-        if len(self._found) > REMEMBERED:
-            self._found.popitem(last=False)
+        """This would have been grafted; the plan is remembered if the API server may want to try it."""
+        if (state.request.kv_transfer_params or {}).get(NOTE_PLAN):
+            self._found[state.id] = Found(state.offer.scope, candidate)
+            if len(self._found) > REMEMBERED:
+                self._found.popitem(last=False)
         state.report.would_graft_tokens = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
 
     def try_out(self, state: RequestState, of: str) -> None:
         """A request with the prompt of an earlier one of its namespace is to graft what that would have: vLLM finds the
         same prefix as then, and nothing that has been computed since."""
         found = self._found.get(of)
-        state.is_trial, state.is_counted, state.recovery_key = True, True, None
+        state.is_counted, state.recovery_key = True, None
         if found is not None and found.scope == state.offer.scope:
             state.candidate = found.candidate
             self._hiding.hide(state, found.candidate.num_prefix)

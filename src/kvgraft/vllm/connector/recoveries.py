@@ -37,7 +37,8 @@ class Recoveries:
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
-        self._known.pool.hit_counts[sources] += 1
+        if not state.is_trial:
+            self._known.pool.hit_counts[sources] += 1
         self._rewritten.update(candidate.in_place)
         if candidate.steps:
             self._hiding.hide(state, candidate.steps[0][0])

@@ -38,7 +38,7 @@ class RefreshControls:
 
     def arrived(self, state: RequestState) -> None:
         """A request brings a prompt."""
-        if not isinstance(state.options, Control):
+        if not (isinstance(state.options, Control) or state.is_trial):
             self._allowance.num_brought += state.prompt_tokens
 
     def grafted(self, state: RequestState, pages: Sequence[int]) -> None:

@@ -58,6 +58,8 @@ class Reporting:
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
         report.kept_tokens, report.counts = outcome.kept_tokens, outcome.counts
+        if state.is_trial:
+            return
         if outcome.counts.get("rejected_tokens"):
             self._stats.add("kvgraft:fallbacks_total", "probe")
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)

@@ -123,7 +123,8 @@ class SchedulerSide:
         scope = scope_digest(self._model, request.cache_salt or "")
         options, refusal, salts = self._eligibility.of(request)
         shared = tuple(scope_digest(self._model, salt) for salt in salts)
-        state = RequestState(request, options, Offer(scope), refusal, shared)
+        trial_of = (request.kv_transfer_params or {}).get(TRIAL_OF)
+        state = RequestState(request, options, Offer(scope), refusal, shared, is_trial=trial_of is not None)
         self._requests[request.request_id] = state
         self._refresh.arrived(state)
         most = request.num_prompt_tokens + request.max_tokens
@@ -135,10 +136,13 @@ class SchedulerSide:
             state.offer.reset(state.num_exact)
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
-            self._offer_running()
-            self._shorter_prompts.shorten(state, options.policy)
-        if (of := (request.kv_transfer_params or {}).get(TRIAL_OF)) is not None:
-            self._discovery.try_out(state, str(of))
+            if self.settings.mode == DISCOVER:
+                state.refusal = DISCOVER
+            else:
+                self._offer_running()
+                self._shorter_prompts.shorten(state, options.policy)
+        if trial_of is not None:
+            self._discovery.try_out(state, str(trial_of))
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
@@ -175,7 +179,7 @@ class SchedulerSide:
             self._recoveries.start(state, candidate, sources, blocks)
         elif sources:
             self.known.pool.release(sources)
-        if not state.admitted and isinstance(state.options, RequestOptions):
+        if not (state.admitted or state.is_trial) and isinstance(state.options, RequestOptions):
             self.known.pool.hit_counts[state.prefix] += 1
         if not state.recovering and not state.admitted:
             self.reporting.admitted(state, None)
@@ -254,7 +258,7 @@ class SchedulerSide:
             reason, candidate = self.known.plan(state, num_prefix)
         if candidate is not None and self.settings.mode == DISCOVER and not state.is_trial:
             self._discovery.note(state, candidate)
-            reason, candidate = "discover", None
+            reason, candidate = DISCOVER, None
         if candidate is not None:
             self.known.make_room(state, num_missing, {*state.prefix, *candidate.sources})
             if self._pin(state, candidate, num_missing):

@@ -24,7 +24,7 @@ from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.server.sharing import FLAG, Grants
 from kvgraft.vllm.server.tenancy import Keyring
-from kvgraft.vllm.server.watching import TOLD
+from kvgraft.vllm.server.watching import NUM_LOGPROBS
 from kvgraft.vllm.settings import KVGraftSettings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
@@ -72,7 +72,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args.worker_cls = WORKER_CLASS
     _find_profile(args)
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
-    KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
+    if KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config).guard:
+        _refuse(_flags_beside_guard(args))
     grants = Grants.of(args, Keyring(Keys.of(args)))
     args.kvgraft_share = grants.as_arguments or None  # vLLM logs its arguments
     return args
@@ -223,12 +224,6 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
     if args.kvgraft_refresh and args.enable_sleep_mode:
         yield "--kvgraft-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
-    if args.kvgraft_guard and args.enable_sleep_mode:
-        yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
-    if args.kvgraft_guard and args.logprobs_mode != RAW:
-        yield f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode {args.logprobs_mode}"
-    if args.kvgraft_guard and 0 <= args.max_logprobs < TOLD:
-        yield f"--kvgraft-guard: it needs --max-logprobs of at least {TOLD}, got {args.max_logprobs}"
     if (args.api_server_count or 1) > 1:
         yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
@@ -240,6 +235,17 @@ def _conflicts(args: Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')}: this server runs no code and reads no tensors that others bring"
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         yield "VLLM_USE_RUST_FRONTEND: it passes by our middleware, which keeps tenants apart"
+
+
+def _flags_beside_guard(args: Namespace) -> Iterator[str]:
+    if args.enable_sleep_mode:
+        yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
+    if args.logprobs_mode != RAW:
+        yield f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode {args.logprobs_mode}"
+    if 0 <= args.max_logprobs < NUM_LOGPROBS:
+        yield f"--kvgraft-guard: it needs --max-logprobs of at least {NUM_LOGPROBS}, got {args.max_logprobs}"
+    if args.speculative_config is not None:
+        yield "--kvgraft-guard: drafts (--speculative-config) would stand in the answers that are scored"
 
 
 def _follow(args: Namespace) -> None:

@@ -4,7 +4,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvgraft.vllm.server.tenancy import Principal
+from kvgraft.vllm.server.tenancy import LOCAL, Principal
+from kvgraft.vllm.server.watching import Watched
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Call:
         kinds: what it is, of `exact_for`: tools.
         yields: whether it gives way to any other one: nobody waits for it.
         reports: what the engine reported on each prompt of the request, in their order; None until it ends.
+        watched: what the guard notes of its prompts, by vLLM's ids, which clients may choose: not unique on a server.
         cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
     """
 
@@ -24,8 +26,18 @@ class Call:
     salt: str | None = None
     kinds: frozenset[str] = frozenset()
     yields: bool = False
+    watched: dict[str, Watched] = field(default_factory=dict)
     reports: list[dict[str, Any] | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+
+    def kinds_of(self, params: Any) -> frozenset[str]:
+        """What a prompt of it is, with these sampling parameters."""
+        return self.kinds if params.structured_outputs is None else self.kinds | {"json"}
+
+    @classmethod
+    def own(cls, cache_salt: str) -> "Call":
+        """One of the server's own, under this cache key."""
+        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, yields=True)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)

@@ -14,11 +14,10 @@ from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.granted import GRANTED, granted_params
 from kvgraft.vllm.options import KEY, PARAMS, Control, RequestOptions
 from kvgraft.vllm.server.call import CURRENT, Call
-from kvgraft.vllm.server.guarding import ServerGuard
+from kvgraft.vllm.server.guarding import ServerGuard, exact
 from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
-from kvgraft.vllm.server.watching import Watched
 
 NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"  # says vLLM's scheduler
 MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
@@ -53,6 +52,7 @@ class GuardedEngineClient:
     Attributes:
         before_request: awaited before a request enters the engine that does not yield to others.
         guard: of the answers' quality, if there is one.
+        exact_for: kinds of requests that get exact KV.
         num_waiting: requests that wait for their first token, without those that yield to others.
     """
 
@@ -62,8 +62,8 @@ class GuardedEngineClient:
         self._salts, self._grants, self._request_log, self._default = salts, grants, request_log, default
         self.before_request: Callable[[], Awaitable[None]] = _nothing
         self.guard: ServerGuard | None = None
+        self.exact_for: frozenset[str] = frozenset()
         self.num_waiting = 0
-        self._watched: dict[str, Watched] = {}  # not yet admitted, by vLLM's id of the request
         self._client = client
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
@@ -92,13 +92,16 @@ class GuardedEngineClient:
         if call is None:
             return self._generate(prompt, sampling_params, request_id, *args, **kwargs)
         watched = None
-        if self.guard is not None and isinstance(sampling_params, SamplingParams):
-            sampling_params, watched = self.guard.begin(call, sampling_params, options)
+        if isinstance(sampling_params, SamplingParams) and options.is_approximate:
+            if call.kinds_of(sampling_params) & self.exact_for:
+                sampling_params = exact(sampling_params, "exact_for")
+            elif self.guard is not None:
+                sampling_params, watched = self.guard.begin(call, sampling_params, options)
         call.reports.append(None)
         call.cached.append(0)
         outputs = self._generate(prompt, sampling_params, request_id, *args, **kwargs)
         if watched is not None:
-            self._watched[request_id] = watched
+            call.watched[request_id] = watched
         return self._watch(call, len(call.reports) - 1, outputs, request_id)
 
     async def admit(self, request: Any) -> None:
@@ -114,8 +117,9 @@ class GuardedEngineClient:
             given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
             request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
             self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
-        if (watched := self._watched.get(getattr(request, "external_req_id", None) or request.request_id)) is not None:
-            watched.salt, watched.request_id = request.cache_salt, request.request_id
+        name = getattr(request, "external_req_id", None) or request.request_id
+        if call is not None and (watched := call.watched.get(name)) is not None:
+            watched.cache_salt, watched.request_id = request.cache_salt, request.request_id
         await self._admit(request)
 
     def _share(self, request: Any, names: Sequence[str]) -> None:
@@ -136,11 +140,6 @@ class GuardedEngineClient:
             if NOT_RESET not in str(error):
                 raise
             return False
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self._client.model_config.max_model_len)
 
     @property
     def is_idle(self) -> bool:
@@ -204,7 +203,7 @@ class GuardedEngineClient:
         self, call: Call, slot: int, outputs: AsyncGenerator[Any, None], request_id: str
     ) -> AsyncGenerator[Any, None]:
         """Pass outputs on; what the last one reports is known before it is passed on."""
-        last, waits, watched = None, True, self._watched.get(request_id)
+        last, waits, watched = None, True, call.watched.get(request_id)
         self.num_waiting += 1
         try:
             async with aclosing(outputs):
@@ -230,7 +229,6 @@ class GuardedEngineClient:
             self._request_log.add(Entry.of(call.principal.tenant, call.route, last, scored))
         finally:
             self.num_waiting -= waits
-            self._watched.pop(request_id, None)
 
 
 async def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""What Prometheus is told of the guard."""
+"""The guard's Prometheus metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 GUARD = "kvgraft:guard_"
 KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-LIKELIER_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
+LOGLIK_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
+OUTCOMES = ("scored", "dropped", "failed", "own_logprobs", "empty")
 
 
 class GuardMetrics:
@@ -20,9 +21,11 @@ class GuardMetrics:
         self.approximate = Counter(f"{GUARD}approximate_total", "Answers on approximate KV.", ["policy"])
         self.answers = Counter(
             f"{GUARD}answers_total",
-            "Answers drawn to be scored, by what became of it: scored, dropped, failed, own_logprobs.",
+            f"Answers chosen to be scored, by what became of it: {', '.join(OUTCOMES)}.",
             ["outcome"],
         )
+        for outcome in OUTCOMES:
+            self.answers.labels(outcome)
         self.waiting = Gauge(f"{GUARD}waiting", "Answers that wait to be scored, or are being scored.")
         self.tokens = Counter(f"{GUARD}tokens_total", "Tokens computed to score answers.")
         self.kl = Histogram(
@@ -32,9 +35,9 @@ class GuardMetrics:
             f"{GUARD}flips", "Share of an answer's tokens of which exact KV would have preferred another.",
             ["policy", "depth"], buckets=FLIP_BUCKETS,
         )  # fmt: skip
-        self.likelier = Histogram(
+        self.loglik = Histogram(
             f"{GUARD}loglik", "How much likelier the answer's tokens were than on exact KV, mean, nats.",
-            ["policy", "depth"], buckets=LIKELIER_BUCKETS,
+            ["policy", "depth"], buckets=LOGLIK_BUCKETS,
         )  # fmt: skip
         self.noise = Gauge(f"{GUARD}order_noise", "KL of the profile's order noise, nats; 0: not known.")
         self.bounds = Gauge(
@@ -50,7 +53,7 @@ class GuardMetrics:
         labels = policy, str(depth)
         self.kl.labels(*labels).observe(distances["answer_kl"])
         self.flips.labels(*labels).observe(distances["flips"])
-        self.likelier.labels(*labels).observe(distances["loglik"])
+        self.loglik.labels(*labels).observe(distances["loglik"])
 
     def bound(self, policy: str, known: Mapping[str, Any]) -> None:
         """What is known of a policy, see `Guard.view`."""

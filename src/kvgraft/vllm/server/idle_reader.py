@@ -9,16 +9,15 @@ from kvgraft.vllm.options import READ, REFRESH, Control
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.frozen import NO_TEXT
-from kvgraft.vllm.server.tenancy import LOCAL, Principal
 
 logger = logging.getLogger("kvgraft")
 IDLE_S = 0.5  # without a request in flight, before anything is read
-PIECE = 512  # tokens that are read at a time: who arrives waits for a step of so many at most
+CHUNK = 512  # tokens that are read at a time: who arrives waits for a step of so many at most
 ABORT_S = 0.01  # until a request is aborted that was not in the engine yet
 
 
 class IdleReader:
-    """Asks the engine what to read, reads it piece by piece, and stops when any request arrives. What was read until
+    """Asks the engine what to read, reads it chunk by chunk, and stops when any request arrives. What was read until
     then stays known, and the rest of the text comes next.
 
     Nothing is asked while nothing has arrived since there was nothing left to read.
@@ -61,11 +60,10 @@ class IdleReader:
             tokens = text.get("tokens")
             if not tokens:
                 return
-            for stop in [*range(PIECE, len(tokens), PIECE), len(tokens)]:
+            for stop in [*range(CHUNK, len(tokens), CHUNK), len(tokens)]:
                 if self._arrived.is_set() or not await self._operate(READ, text["cache_salt"], tokens[:stop]):
                     return
 
     async def _operate(self, op: str, salt: str, token_ids: list[int]) -> dict[str, Any]:
         self._request_id = f"kvgraft-{op}-{secrets.token_hex(8)}"
-        call = Call(Principal(LOCAL, is_admin=True), "", salt, yields=True)
-        return await self._engine_client.operate(call, Control(op), token_ids, self._request_id)
+        return await self._engine_client.operate(Call.own(salt), Control(op), token_ids, self._request_id)

@@ -24,7 +24,7 @@ class Entry:
         tokens: of the prompt, by kind; `recomputed` are among `grafted`.
         spans: [start, stop, kind] of the prompt.
         reason: why nothing was grafted.
-        guard: as in the report. `scored`: its distances from exact KV, once they are known (`distances.along_told`).
+        guard: as in the report. `scored`: its distances from exact KV (`along_logprobs`), once they are known.
     """
 
     ended_at: float

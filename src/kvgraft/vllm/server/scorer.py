@@ -1,27 +1,26 @@
-"""Scores answers once more with exact KV: piece by piece, when nothing waits for its first token."""
+"""Scores answers once more with exact KV: chunk by chunk, when nothing waits for its first token."""
 
 import asyncio
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvgraft.guard.distances import along_told
+from kvgraft.guard.distances import along_logprobs
 from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.guard_metrics import GuardMetrics
-from kvgraft.vllm.server.tenancy import LOCAL, Principal
-from kvgraft.vllm.server.watching import TOLD, Told, Watched, told_of
+from kvgraft.vllm.server.watching import NUM_LOGPROBS, Logprobs, Watched, places
 
 logger = logging.getLogger("kvgraft")
-PIECE = 512  # tokens that are computed at a time: who arrives waits for so many at most
+CHUNK = 512  # tokens that are computed at a time: who arrives waits for so many at most
 POLL_S = 0.02  # between looks at whether anything waits
-FLOOR_S = 10.0  # without a piece, after which one is computed whatever waits
+FLOOR_S = 10.0  # for each chunk, if something always waits
 MOST_WAITING = 64  # answers to be scored
 
 
@@ -29,10 +28,6 @@ class EngineGate(Protocol):
     """The way into the engine; see `GuardedEngineClient`."""
 
     num_waiting: int
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
 
     async def run(
         self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
@@ -45,17 +40,18 @@ class Sample:
     """An answer to be scored, and what its approximate KV has made of it.
 
     Attributes:
-        tokens: of prompt and answer. `told`: of each token of the answer.
-        salt: cache key of its namespace.
+        logprobs: of each place of the answer.
+        cache_salt: of its namespace.
         depth: as the report says. `found`: where its distances are put.
         trial_of: of an exact answer, the request whose plan is to be tried: the other way round.
     """
 
     ticket: Ticket
     tenant: str
-    salt: str
-    tokens: list[int]
-    told: list[Told]
+    cache_salt: str
+    prompt: list[int]
+    answer: list[int]
+    logprobs: list[Logprobs]
     depth: int
     found: dict[str, float]
     trial_of: str | None = None
@@ -63,17 +59,8 @@ class Sample:
     @classmethod
     def of(cls, one: Watched, depth: int, *, would: bool = False) -> "Sample":
         """`would`: its answer is exact, and what it would have been is to be tried."""
-        tokens, of = [*one.prompt, *one.answer], one.request_id if would else None
-        return cls(one.ticket, one.tenant, one.salt or "", tokens, one.told, depth, one.found, of)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.tokens) - len(self.told)
-
-    def pieces(self) -> Iterator[list[int]]:
-        """Beginnings of the prompt that are computed before the answer is scored."""
-        for stop in range(PIECE, self.num_prompt, PIECE):
-            yield self.tokens[:stop]
+        salt, of = one.cache_salt or "", one.request_id if would else None
+        return cls(one.ticket, one.tenant, salt, one.prompt, one.answer, one.logprobs, depth, one.found, of)
 
 
 class Scorer:
@@ -93,20 +80,20 @@ class Scorer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_client, self._report, self._metrics, self._clock = engine_client, report, metrics, clock
-        self._rate, self._allowed = tokens_per_minute / 60, tokens_per_minute / 60
-        self._counted = self._last = clock()
+        self._most, self._allowed = tokens_per_minute, tokens_per_minute / 60
+        self._counted, self._floor = clock(), clock() + FLOOR_S
         self._queue: deque[Sample] = deque()
         self._queued = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
-    def add(self, sample: Sample) -> None:
-        """Score it when there is time."""
+    def add(self, sample: Sample) -> bool:
+        """Score it when there is time; False: too many wait."""
         if len(self._queue) >= MOST_WAITING:
-            self._metrics.answers.labels("dropped").inc()
-            return
+            return False
         self._queue.append(sample)
         self._metrics.waiting.inc()
         self._queued.set()
+        return True
 
     async def _run(self) -> None:
         await self._warm_up()
@@ -124,76 +111,71 @@ class Scorer:
             self._metrics.waiting.dec()
 
     async def _warm_up(self) -> None:
-        """vLLM compiles what tells log-probabilities when it is first asked for those of one place, two, and more:
+        """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
         nobody is to wait for that later."""
-        try:
-            for count in (2, 3, 4):
-                await self._send(secrets.token_hex(), Control(SCORE).as_params(), [0] * count, prompt_logprobs=TOLD)
-        except Exception as error:  # likewise
-            logger.warning("the guard could not be warmed up: %s", error)
+        asked = (self._answer(secrets.token_hex(), Control(SCORE).as_params(), [0], [0] * count) for count in (1, 2, 3))
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(error, Exception):  # likewise
+                logger.warning("the guard could not be warmed up: %s", error)
 
     async def _score(self, sample: Sample) -> dict[str, float]:
         """Its distances from exact KV."""
-        answer = sample.tokens[sample.num_prompt :]
         if sample.trial_of is not None:
-            return along_told(await self._try(sample, answer), sample.told, answer)
-        for piece in sample.pieces():
-            await self._turn(PIECE)
-            await self._operate(sample, piece, None)
-        await self._turn(PIECE)
-        exact = await self._operate(sample, sample.tokens, TOLD)
-        return along_told(sample.told, exact, answer)
+            exact, ours = sample.logprobs, await self._try(sample)
+        else:
+            exact, ours = await self._compute(sample), sample.logprobs
+        return along_logprobs(ours, exact, sample.answer)
 
-    async def _try(self, sample: Sample, answer: list[int]) -> list[Told]:
-        """What is told of an answer on the KV that its prompt would have had."""
-        prompt = sample.tokens[: sample.num_prompt]
-        await self._turn(len(prompt))
-        options = {"policy": sample.ticket.policy, "answer": answer}
-        output = await self._send(
-            sample.salt, {KEY: options, TRIAL_OF: sample.trial_of}, prompt,
-            max_tokens=len(answer), logprobs=TOLD, ignore_eos=True,
-        )  # fmt: skip
-        if output.kv_transfer_params[KEY]["outcome"] != Outcome.GRAFTED:
+    async def _compute(self, sample: Sample) -> list[Logprobs]:
+        """What exact KV says of an answer."""
+        params = Control(SCORE).as_params()
+        for stop in range(CHUNK, len(sample.prompt), CHUNK):
+            await self._turn()
+            output = await self._send(sample.cache_salt, params, sample.prompt[:stop])
+            self._charge(stop - (output.num_cached_tokens or 0))
+        await self._turn()
+        output = await self._answer(sample.cache_salt, params, sample.prompt, sample.answer)
+        self._charge(len(sample.prompt) - (output.num_cached_tokens or 0))
+        return places(output.outputs[0].logprobs)
+
+    async def _try(self, sample: Sample) -> list[Logprobs]:
+        """What is said of an answer on the KV that its prompt would have had."""
+        await self._turn()
+        params = {KEY: {"policy": str(sample.ticket.policy)}, TRIAL_OF: sample.trial_of}
+        output = await self._answer(sample.cache_salt, params, sample.prompt, sample.answer)
+        report = output.kv_transfer_params[KEY]
+        self._charge(report["recomputed_tokens"] + report["fresh_tokens"])
+        if report["outcome"] != Outcome.GRAFTED:
             raise ValueError("what it would have grafted is gone")
-        return [told_of(place) for place in output.outputs[0].logprobs]
+        return places(output.outputs[0].logprobs)
 
-    async def _turn(self, num_tokens: int) -> None:
-        """Wait until nothing else waits, or the floor is reached; and until so many tokens may be computed."""
+    async def _turn(self) -> None:
+        """Wait until tokens may be computed, and nothing waits for its first token or has waited for too long."""
         while True:
             now = self._clock()
-            self._allowed = min(self._allowed + self._rate * (now - self._counted), 60 * self._rate)
+            self._allowed = min(self._allowed + self._most / 60 * (now - self._counted), self._most)
             self._counted = now
-            is_due = not self._engine_client.num_waiting or now - self._last >= FLOOR_S
-            if is_due and self._allowed >= min(num_tokens, 60 * self._rate):
-                self._allowed -= num_tokens
+            if self._allowed > 0 and (not self._engine_client.num_waiting or now >= self._floor):
                 return
             await asyncio.sleep(POLL_S)
 
-    async def _operate(self, sample: Sample, tokens: list[int], told: int | None) -> list[Told]:
-        """Compute these tokens exactly in the sample's namespace; what is told of its answer, if anything is to be."""
-        for from_cache in (True, False):
-            output = await self._send(
-                sample.salt,
-                Control(SCORE).as_params(),
-                tokens,
-                prompt_logprobs=told,
-                skip_reading_prefix_cache=not from_cache,
-            )
-            num_cached = output.num_cached_tokens or 0
-            self._metrics.tokens.inc(len(tokens) - num_cached)
-            if told is None:
-                break
-            if num_cached < sample.num_prompt:  # else the beginning of the answer was not computed
-                return [told_of(place) for place in output.prompt_logprobs[-len(sample.told) :]]
-        return []
+    def _charge(self, num_tokens: int) -> None:
+        """So many tokens have been computed."""
+        self._allowed -= num_tokens
+        self._floor = self._clock() + FLOOR_S * min(1.0, num_tokens / CHUNK)
+        self._metrics.tokens.inc(num_tokens)
 
-    async def _send(self, salt: str, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
-        """vLLM's last output of a request under this cache key, which gives way to all others."""
-        call = Call(Principal(LOCAL, is_admin=True), "", salt, yields=True)
-        output = await self._engine_client.run(
-            call, params, tokens, f"kvgraft-{SCORE}-{secrets.token_hex(8)}", **sampling
+    async def _answer(self, cache_salt: str, params: dict[str, Any], prompt: list[int], answer: list[int]) -> Any:
+        """vLLM's output of a request that gives its answer, with log-probabilities."""
+        given = {**params, KEY: {**params[KEY], "answer": answer}}
+        return await self._send(
+            cache_salt, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True
         )
-        self._last = self._clock()
+
+    async def _send(self, cache_salt: str, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+        """vLLM's last output of a request that gives way to all others."""
+        request_id = f"kvgraft-{SCORE}-{secrets.token_hex(8)}"
+        output = await self._engine_client.run(Call.own(cache_salt), params, tokens, request_id, **sampling)
         if output is None:
             raise ValueError("it was aborted")
         return output

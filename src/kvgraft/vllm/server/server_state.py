@@ -64,7 +64,7 @@ class ServerState:
     def guard_view(self, principal: Principal) -> dict[str, Any] | None:
         """What the guard knows, as far as the caller may see it; None: there is none."""
         guard = None if self._engine_client is None else self._engine_client.guard
-        if guard is None or not self.settings.guard:
+        if guard is None:
             return None
         sees_all = principal.is_admin or self.keyring.has_one_tenant
         return guard.view(None if sees_all else principal.tenant.label)
@@ -74,7 +74,8 @@ class ServerState:
         self._engine_client = GuardedEngineClient(
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
-        if self.settings.guard or self.settings.exact_for:
+        self._engine_client.exact_for = frozenset(self.settings.exact_for)
+        if self.settings.guard:
             self._engine_client.guard = ServerGuard(self.settings, self._engine_client)
         if self.settings.refresh:
             self._idle_reader = IdleReader(self._engine_client)

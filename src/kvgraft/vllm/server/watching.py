@@ -10,8 +10,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 
-TOLD = 20  # most likely tokens of each place
-Told = dict[int, float]  # log-probabilities, by token
+NUM_LOGPROBS = 20  # most likely tokens of each place
+Logprobs = dict[int, float]  # of one place, by token
 
 
 @dataclass
@@ -19,46 +19,45 @@ class Watched:
     """One request.
 
     Attributes:
-        longest: prompt and answer that can be scored.
-        kind: how vLLM's outputs follow each other.
-        salt: the cache key under which it runs, and `request_id` as the engine knows it, when it has been admitted.
+        kind: how vLLM's outputs follow each other; None: vLLM was not asked for log-probabilities on our behalf.
+        cache_salt: under which it runs, and `request_id` as the engine knows it, when it has been admitted.
         found: its distances from exact KV, when they are known.
-        prompt: its tokens. `answer`: those that it has had for an answer, and `told` about each of them.
+        prompt: its tokens. `answer`: those that it has had for an answer, and `logprobs` of each place.
     """
 
     ticket: Ticket
     tenant: str
-    longest: int
-    kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    salt: str | None = None
+    kind: RequestOutputKind | None = None
+    cache_salt: str | None = None
     request_id: str = ""
     found: dict[str, float] = field(default_factory=dict)
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     def take(self, output: Any) -> None:
         """Note an output of vLLM, and remove what its client has not asked for."""
-        if not self.ticket.is_watched:
+        if self.kind is None:
             return
         first = output.outputs[0]
         if self.kind != RequestOutputKind.DELTA:
-            self.answer, self.told = [], []
+            self.answer, self.logprobs = [], []
         self.prompt = list(output.prompt_token_ids or self.prompt)
-        room = max(0, min(ANSWER_TOKENS, self.longest - len(self.prompt)) - len(self.answer))
+        room = ANSWER_TOKENS - len(self.answer)
         self.answer += list(first.token_ids)[:room]
-        self.told += [told_of(place) for place in list(first.logprobs or ())[:room]]
+        self.logprobs += places(first.logprobs, room)
         first.logprobs = first.cumulative_logprob = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can be scored: there is an answer, and something is known of all its tokens."""
-        return self.salt is not None and 0 < len(self.answer) == len(self.told)
+        """Whether there is an answer, and something is known of all its tokens."""
+        return self.cache_salt is not None and 0 < len(self.answer) == len(self.logprobs)
 
 
-def told_of(place: Any) -> Told:
-    """What vLLM says of a place, of the tokens that it names."""
-    return {int(token): float(one.logprob) for token, one in place.items()}
+def places(logprobs: Any, most: int | None = None) -> list[Logprobs]:
+    """What vLLM says of the first places of an answer, of the tokens that it names."""
+    named = list(logprobs or ())[:most]
+    return [{int(token): float(one.logprob) for token, one in place.items()} for place in named]
 
 
 def can_be_watched(params: Any) -> bool:
@@ -68,7 +67,7 @@ def can_be_watched(params: Any) -> bool:
 
 
 def watched(params: Any) -> Any:
-    """These sampling parameters, asking for what is told of each place."""
+    """These sampling parameters, asking for log-probabilities."""
     params = params.clone()
-    params.logprobs = TOLD
+    params.logprobs = NUM_LOGPROBS
     return params
