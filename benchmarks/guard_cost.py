@@ -2,6 +2,7 @@
 
 python benchmarks/guard_cost.py                              # as fast as they are served: throughput
 python benchmarks/guard_cost.py --rate 2                     # Poisson arrivals: time to first token
+python benchmarks/guard_cost.py --share 0 --share 1 --requests 60    # all scored: what scoring one takes
 python benchmarks/guard_cost.py --share 0 --share 0.05 --requests 400 --json
 """
 
@@ -31,7 +32,8 @@ from tables import configuration, line_of_settings, markdown_table
 from workload import Shape, arrivals, make_workload, single_token_words
 
 PLAIN = "plain vLLM"
-SCORE_S = 120.0  # until everything that waits has been scored
+SCORE_S = 300.0  # until everything that waits has been scored
+UNLIMITED = 10**9  # tokens a minute
 POLL_S = 0.2
 errors = Console(stderr=True)
 
@@ -51,6 +53,11 @@ class Turn:
     approximate: float
     scored: float
     tokens: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first request until everything had been scored."""
+        return self.summary.seconds + self.scoring_s
 
 
 def main(
@@ -73,7 +80,7 @@ def main(
         settings = ServerOptions(Path(folder), max_model_len=tokens + max_tokens + 128)
         servers = {PLAIN: stack.enter_context(start(settings, "--no-kvgraft"))}
         for one in share or [0.0, 0.01, 0.05]:
-            servers[f"{one:.0%} scored"] = stack.enter_context(start(settings, "--kvgraft-guard", str(one)))
+            servers[f"{one:.0%} scored"] = stack.enter_context(start(settings, *_guard(one)))
         words = single_token_words(*local_tokenizer(settings.model))
         turns: dict[str, list[Turn]] = {name: [] for name in servers}
         with progress_bar(errors, "requests") as on_progress:
@@ -92,6 +99,10 @@ def main(
         print(json.dumps({"configuration": used, "turns": {n: [asdict(t) for t in them] for n, them in turns.items()}}))
     else:
         Console().print(line_of_settings(used), table_of(turns), sep="\n")
+
+
+def _guard(share: float) -> list[str]:
+    return ["--kvgraft-guard", str(share), "--kvgraft-guard-tokens", str(UNLIMITED)] if share else []
 
 
 def _in_turn(names: list[str], number: int) -> list[str]:
@@ -135,10 +146,10 @@ def table_of(turns: Mapping[str, Sequence[Turn]]) -> Table:
     one of ours), of equal requests."""
     table = markdown_table(
         ["server", "requests/s", "TTFT median ms", "P99 ms", "worst gap ms", "ratios: requests/s", "P99", "scored",
-         "tokens for that, of the prompts'"],
+         "tokens for that, of the prompts'", "time until all is scored, of plain's"],
         ("server",),
     )  # fmt: skip
-    [_, unscored, *_] = turns.values()
+    [plain, unscored, *_] = turns.values()
     for name, them in turns.items():
         middle = [
             statistics.median(of(turn.summary) for turn in them)
@@ -152,9 +163,11 @@ def table_of(turns: Mapping[str, Sequence[Turn]]) -> Table:
             sum(getattr(turn, what) for turn in them) for what in ("approximate", "scored", "tokens")
         )
         prompts = sum(turn.summary.prompt_tokens for turn in them)
+        time_taken = statistics.median(a.seconds / b.seconds for a, b in zip(them, plain, strict=True))
         table.add_row(
             name, f"{middle[0]:.2f}", *(f"{value:.0f}" for value in middle[1:]), *(f"{ratio:.3f}" for ratio in ratios),
             f"{scored:.0f} of {approximate:.0f}" if approximate else "-", f"{tokens / prompts:.2%}" if tokens else "-",
+            f"{time_taken:.3f}",
         )  # fmt: skip
     return table
 

@@ -29,6 +29,7 @@ def test_a_row_for_each_server_with_ratios_to_the_unscored_one():
     assert columns[5] == ["0.500", "1.000", "0.500"]
     assert columns[7] == ["-", "-", "3 of 20"]
     assert columns[8] == ["-", "-", "5.00%"]
+    assert columns[9] == ["1.000", "1.000", f"{1 + 1 / FAST.seconds:.3f}"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,80 @@
+"""With every answer scored, what is exact is what plain vLLM says, in float32: also what rests on KV that was computed to
+score."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running import ADMIN, ALICE, BOB, RunningServer, running
+from test_guard import LENGTH, complete, painted, scored, told
+
+pytestmark = pytest.mark.slow
+SERVE = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--dtype", "float32"]
+GUARD = ["--kvgraft-costs", "tokens", "--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000"]
+TOLERANCE = 1e-3  # nats
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("guarded") / "log"
+    with running([*SERVE, *GUARD], log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running([*SERVE, "--no-kvgraft"], tmp_path_factory.mktemp("plain") / "log", {**os.environ}) as started:
+        yield started
+
+
+def answered(server: RunningServer, prompt: str, **options: Any) -> Any:
+    """A greedy completion with log-probabilities, which is never scored."""
+    extra = {"kv_transfer_params": {"kvgraft": options}} if options else {}
+    return server.openai(ALICE).completions.create(
+        model="bundled", prompt=prompt, max_tokens=LENGTH, temperature=0, logprobs=5,
+        extra_body={"ignore_eos": True, "return_tokens_as_token_ids": True, **extra},
+    )  # fmt: skip
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    assert ours.choices[0].text == theirs.choices[0].text
+    for here, there in zip(told(ours), told(theirs), strict=True):
+        assert here == pytest.approx(there, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["spread", "sparsex", "transitive"])
+def test_everything_recomputed_is_what_plain_vllm_says_and_scored_as_such(
+    guarded: RunningServer, plain: RunningServer, policy: str
+):
+    here = {"namespace": f"all {policy}"}
+    document, prompt = painted(f"all {policy}")
+    complete(guarded, document, **here)
+    everything = {"policy": policy, "recompute_share": 1.0}
+    _, report = complete(guarded, prompt, **here, **everything)
+    assert (report["outcome"], report["guard"]) == ("grafted", "pending")
+    found = scored(guarded, ALICE)[0]["scored"]
+    assert found["flips"] == 0
+    assert found["answer_kl"] < TOLERANCE
+    assert abs(found["loglik"]) < TOLERANCE
+    assert_equal(answered(guarded, prompt, namespace=f"again {policy}"), answered(plain, prompt))
+
+
+def test_exact_prefixes_that_were_computed_to_score_are_what_plain_vllm_says(
+    guarded: RunningServer, plain: RunningServer
+):
+    here = {"namespace": "scored"}
+    for number in range(3):
+        document, prompt = painted(f"prefix {number}", 700)
+        complete(guarded, document, **here)
+        _, report = complete(guarded, prompt, **here, policy="naive")
+        assert report["guard"] == "pending"
+        assert scored(guarded, ALICE)[0]["scored"]["answer_kl"] > TOLERANCE, "what was grafted is not exact"
+        for longer in (prompt, f"{prompt} {document}"):
+            for options in ({}, {"quality": "exact"}):
+                answer = answered(guarded, longer, **here, **options)
+                report = answer.model_extra["kv_transfer_params"]["kvgraft"]
+                assert report["depth"] == 0 or not options
+                if report["depth"] == 0:
+                    assert report["prefix_tokens"] > 600
+                    assert_equal(answer, answered(plain, longer))
