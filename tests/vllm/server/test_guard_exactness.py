@@ -1,5 +1,4 @@
-"""With every answer scored, what is exact is what plain vLLM says, in float32: also what rests on KV that was computed to
-score."""
+"""With every answer scored, what is exact is what plain vLLM says, in float32; also on KV computed to score."""
 
 import os
 from collections.abc import Iterator
