@@ -238,7 +238,8 @@ def stream(
 ) -> Stream:
     """So many requests that are drawn from these answers, behind as many that are drawn from others, if there are
     some; as the guard sees them. It ends with exact KV. What is counted begins with the first one of these."""
-    rng, guard, policy = np.random.default_rng(seed), Guard(share, target, seed=seed), parse_policy(DEFAULT_POLICY)
+    rng, policy = np.random.default_rng(seed), parse_policy(DEFAULT_POLICY)
+    guard = Guard(share, target, default=policy, seed=seed)
     reached: dict[Level, int] = {}
     for number in range(1 - requests * bool(before), requests + 1):
         drawn_from = rows if number > 0 else before

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvgraft.guard.breaker import LONGEST_S, TRIED, WAIT_S, Breaker, Level, Transition
+from kvgraft.guard.breaker import LONGEST_S, TRIED, UNSCORED, WAIT_S, Breaker, Level, Transition
 
 TARGET = 0.01
 ALL, NO_BUDGET = tuple(Level), (Level.AS_ASKED, Level.EXACT)
@@ -24,7 +24,7 @@ class Simulation:
         for _ in range(seconds):
             self.now += 1
             drawn = bool(self._rng.random() < 0.1)
-            levels.append(self.breaker.level_of(drawn=drawn))
+            levels.append(self.breaker.level_of(tries=drawn))
             if drawn and levels[-1] is not Level.EXACT:
                 mean = self._quality(levels[-1], self.now)
                 self.breaker.add(levels[-1], float(self._rng.beta(5 * mean, 5 * (1 - mean))))
@@ -82,11 +82,26 @@ def test_only_drawn_requests_try_the_level_below_and_not_at_once():
     simulation.run(200)
     assert simulation.breaker.is_tripped
     assert not simulation.breaker.is_trying
-    assert simulation.breaker.level_of(drawn=True) is Level.EXACT
+    assert simulation.breaker.level_of(tries=True) is Level.EXACT
     simulation.now += WAIT_S
     assert simulation.breaker.is_trying
-    assert simulation.breaker.level_of(drawn=False) is Level.EXACT
-    assert simulation.breaker.level_of(drawn=True) is Level.AS_ASKED
+    assert simulation.breaker.level_of(tries=False) is Level.EXACT
+    assert simulation.breaker.level_of(tries=True) is Level.AS_ASKED
+
+
+def test_a_trial_ends_whose_answers_are_never_scored():
+    simulation = Simulation(lambda *_: 0.3, NO_BUDGET)
+    simulation.run(200)
+    simulation.now += WAIT_S
+    for number in range(UNSCORED + 1):
+        assert simulation.breaker.is_trying, number
+        simulation.breaker.tried()
+    assert not simulation.breaker.is_trying
+    assert (simulation.told[-1][1].reason, simulation.told[-1][1].answers) == ("trial_failed", 0)
+    simulation.now += WAIT_S
+    assert not simulation.breaker.is_trying, "it waits twice as long"
+    simulation.now += WAIT_S
+    assert simulation.breaker.is_trying
 
 
 def test_what_gets_well_is_trusted_again_step_by_step():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kvgraft.guard.distances import along, along_logprobs, first_token, kl_divergence
+from kvgraft.guard.distances import NOT_A_NUMBER, along, along_logprobs, first_token, kl_divergence
 
 
 def test_kl_divergence():
@@ -66,6 +66,14 @@ def test_what_a_server_tells_bounds_the_divergence():
     assert few["loglik"] == pytest.approx(whole["loglik"], abs=1e-5), "the answer's own token is always told"
     assert (few["flips"], few["top1"]) == (whole["flips"], whole["top1"])
     assert along_logprobs(told(ours, 5), told(ours, 5), answer)["answer_kl"] == 0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_far_away(wrong: float):
+    good, broken = {0: LN(0.9), 1: LN(0.1)}, {0: wrong, 1: LN(0.1)}
+    for ours, truth in ((good, broken), (broken, good)):
+        found = along_logprobs([good, ours], [good, truth], [0, 0])
+        assert (found["flips"], found["answer_kl"], found["loglik"]) == (0.5, NOT_A_NUMBER / 2, -NOT_A_NUMBER / 2)
 
 
 def test_all_tokens_that_are_not_told_by_both_count_as_one():

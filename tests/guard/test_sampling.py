@@ -25,6 +25,13 @@ def test_of_those_that_were_drawn_every_fourth_of_a_kind_is_scored():
     assert {after - before for before, after in pairwise(places)} == {4}
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 1.0])
+def test_as_many_try_as_are_scored_and_never_more_than_a_tenth(share: float):
+    sampling, count = Sampling(share, seed=2), 30_000
+    trials = sum(sampling.draw() and sampling.tries() for _ in range(count))
+    assert trials == pytest.approx(min(share, 0.1) * count, rel=0.2)
+
+
 def test_nothing_is_drawn_of_no_share():
     assert not any(Sampling(0.0, seed=0).draw() for _ in range(1000))
 

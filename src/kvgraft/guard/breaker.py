@@ -1,7 +1,7 @@
 """The breaker: when answers on approximate KV have become too bad, requests get a larger budget, then exact KV.
 
-A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless. After a while the
-requests that are drawn for scoring try the level below, and if enough of them are good, all others follow; each time
+A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless. After a while some
+requests whose answers are all scored try the level below, and if enough of them are good, all others follow; each time
 that fails the while is doubled.
 """
 
@@ -13,6 +13,7 @@ from kvgraft.guard.bounds import Alarm
 
 APART = 2000.0  # scored answers between false alarms, at least, of a policy that is as bad as is allowed
 TRIED = 40  # answers of a trial, at least
+UNSCORED = 100  # answers that tried, and have not been scored: that ends a trial, too
 GOOD = 0.8  # of the target, that the mean of a trial may reach
 HOPELESS = 5.0  # times the target: answers as bad as that are not mended by a larger budget
 DOUBTS = 6  # good answers that are added before that is said of those that have raised the alarm: they were bad ones
@@ -68,12 +69,18 @@ class Breaker:
 
     @property
     def is_trying(self) -> bool:
-        """Whether requests that are drawn for scoring try the level below."""
+        """Whether some requests try the level below."""
         return self.is_tripped and self._clock() >= self._entered + self._wait
 
-    def level_of(self, *, drawn: bool) -> Level:
-        """At which the next request is answered; `drawn`: its answer will be scored if it is approximate."""
-        return self._below if drawn and self.is_trying else self.level
+    def level_of(self, *, tries: bool) -> Level:
+        """At which the next request is answered; `tries`: it may try, and its answer will be scored."""
+        return self._below if tries and self.is_trying else self.level
+
+    def tried(self) -> None:
+        """An answer on approximate KV has ended that has tried the level below, and is to be scored."""
+        self._tried += 1
+        if self.is_trying and self._tried - len(self._trial) > UNSCORED:
+            self._fail()
 
     def add(self, level: Level, value: float) -> None:
         """An answer of this level has been scored; those of levels that have been left tell nothing any more."""
@@ -98,10 +105,14 @@ class Breaker:
         """End the trial, if it is clear how."""
         answers, mean = len(self._trial), sum(self._trial) / len(self._trial)
         if self._trial_alarm.raised or answers >= 4 * TRIED:
-            self._lengthen()
-            self._move(self.level, "trial_failed", answers, mean)
+            self._fail()
         elif answers >= TRIED and mean <= GOOD * self._target:
             self._move(self._below, "trial_passed", answers, mean)
+
+    def _fail(self) -> None:
+        self._lengthen()
+        answers = len(self._trial)
+        self._move(self.level, "trial_failed", answers, sum(self._trial) / max(answers, 1))
 
     def _lengthen(self) -> None:
         settled = not self.is_tripped and self._clock() >= self._entered + SETTLED * self._wait
@@ -116,3 +127,4 @@ class Breaker:
         """Nothing is known of answers at this level, nor of a trial."""
         self._alarm, self._trial_alarm = Alarm(self._target, APART), Alarm(self._target, APART)
         self._trial: list[float] = []
+        self._tried = 0

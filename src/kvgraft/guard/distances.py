@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NOT_A_NUMBER = 20.0  # nats that a place counts as where there is none
 ROUNDING = 1e-7  # of float32 log-probabilities: less than that is not known of the tokens that nobody names
 
 
@@ -46,9 +47,14 @@ def along_logprobs(
 ) -> dict[str, float]:
     """As `along`, of what a server says of each place: log-probabilities of the answer's token and of those that are
     most likely. KL is over the tokens that both name; all others count as one, so it is a lower bound."""
-    kl = [_logprobs_kl(here, there) for here, there in zip(ours, truth, strict=True)]
-    flips = [_best(here) != _best(there) for here, there in zip(ours, truth, strict=True)]
-    loglik = [here[token] - there[token] for here, there, token in zip(ours, truth, answer, strict=True)]
+    pairs = [*zip(ours, truth, strict=True)]
+    known = [bool(np.isfinite([*here.values(), *there.values()]).all()) for here, there in pairs]
+    kl = [_logprobs_kl(*pair) if right else NOT_A_NUMBER for pair, right in zip(pairs, known, strict=True)]
+    flips = [not right or _best(pair[0]) != _best(pair[1]) for pair, right in zip(pairs, known, strict=True)]
+    loglik = [
+        here[token] - there[token] if right else -NOT_A_NUMBER
+        for (here, there), token, right in zip(pairs, answer, known, strict=True)
+    ]
     means = {name: float(np.mean(of)) for name, of in (("answer_kl", kl), ("flips", flips), ("loglik", loglik))}
     return {"kl": kl[0], "top1": float(not flips[0])} | means
 

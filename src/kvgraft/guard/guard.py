@@ -18,9 +18,7 @@ from kvgraft.prefill.policies import with_options
 
 logger = logging.getLogger("kvgraft")
 ANSWER_TOKENS = 128  # of an answer, that are scored at most
-MOST_POLICIES = 32  # that are guarded each on its own: the default one, and those that were named first
-OTHERS = "others"  # all policies besides, which are guarded together
-LARGER = 4.0  # times the share of tokens that a policy recomputes
+BUDGET, LARGER = "recompute_share", 4.0  # option of policies: the share of tokens that it recomputes, times that
 MEASURES: tuple[Measure, ...] = ("flips", "kl")
 
 
@@ -29,7 +27,7 @@ class Ticket:
     """A request on its way.
 
     Attributes:
-        name: of the policy that it asks for, or OTHERS.
+        name: under which the policy is guarded that it asks for.
         policy: with which it is answered, unless its level is EXACT.
         is_watched: whether its answer may be scored.
         is_trial: whether it tries the level below.
@@ -43,12 +41,13 @@ class Ticket:
 
 
 class Guard:
-    """Of all requests of a server.
+    """Of all requests of a server. The default policy is guarded on its own, other options of the same method and other
+    methods by method: clients cannot make up more.
 
     Args:
         share: of the answers on approximate KV, that are scored.
         target: when the breaker of a policy trips; None: never.
-        default: the policy of most requests.
+        default: the policy of requests that name none.
         on_transition: called with the policy when its breaker changes the level.
     """
 
@@ -64,23 +63,24 @@ class Guard:
     ) -> None:
         self._sampling, self.target, self._clock = Sampling(share, seed), target, clock
         self._on_transition = on_transition
+        self._default = default
         self._policies: dict[str, _Guarded] = {}
         self._tenants: dict[str, _Bounds] = {}
         self.num_approximate = self.num_scored = 0
-        if default is not None:
-            self._name(default)
 
-    def admit(self, policy: Policy, *, guarded: bool = True) -> Ticket:
+    def admit(self, policy: Policy, *, guarded: bool = True, can_be_watched: bool = True) -> Ticket:
         """A request arrives.
 
         Args:
             guarded: whether the breaker may answer it otherwise than it asks for.
+            can_be_watched: whether its answer could be scored.
         """
-        drawn, name = self._sampling.draw(), self._name(policy)
-        breaker = self._policies[name].breaker
+        name = str(policy) if policy == self._default else policy.name
+        breaker = self._policies.setdefault(name, _Guarded(self._breaker(name, policy))).breaker
+        drawn = can_be_watched and self._sampling.draw()
         if breaker is None or not guarded:
             return Ticket(name, policy, is_watched=drawn)
-        level = breaker.level_of(drawn=drawn)
+        level = breaker.level_of(tries=drawn and self._sampling.tries())
         if level is Level.LARGER_BUDGET:
             policy = with_larger_budget(policy) or policy
         return Ticket(name, policy, level, drawn and level is not Level.EXACT, level is not breaker.level)
@@ -88,6 +88,9 @@ class Guard:
     def chooses(self, ticket: Ticket, depth: int, grafted_share: float) -> bool:
         """Whether this answer, which has ended and rests on approximate KV, is to be scored: all trials are."""
         self.num_approximate += 1
+        breaker = self._policies[ticket.name].breaker
+        if ticket.is_trial and breaker is not None:
+            breaker.tried()
         kind = ticket.name, ticket.level, depth, int(4 * grafted_share)
         return ticket.is_watched and (ticket.is_trial or self._sampling.choose(kind))
 
@@ -103,6 +106,11 @@ class Guard:
             known.bounds.setdefault(ticket.level, _Bounds()).add(shares)
             self._tenants.setdefault(tenant, _Bounds()).add(shares)
 
+    @property
+    def share_reached(self) -> float:
+        """Of the answers on approximate KV, that have been scored."""
+        return self.num_scored / self.num_approximate if self.num_approximate else 0.0
+
     def policy_view(self, name: str) -> dict[str, Any]:
         """What is known of a policy: its level, and the bounds of the answers at each level."""
         known = self._policies[name]
@@ -114,30 +122,22 @@ class Guard:
         tenants = self._tenants if tenant is None else {tenant: self._tenants.get(tenant, _Bounds())}
         return {
             "share": self._sampling.share,
-            "share_reached": self.num_scored / self.num_approximate if self.num_approximate else 0.0,
+            "share_reached": self.share_reached if tenant is None else None,
             "target": str(self.target) if self.target else None,
             "policies": {name: self.policy_view(name) for name in self._policies} if tenant is None else {},
             "tenants": {name: bounds.view() for name, bounds in tenants.items()},
         }
 
-    def _name(self, policy: Policy) -> str:
-        """Under which this policy is guarded from now on."""
-        name = str(policy)
-        if name not in self._policies:
-            name = name if len(self._policies) < MOST_POLICIES else OTHERS
-            grows = name != OTHERS and with_larger_budget(policy) is not None
-            self._policies.setdefault(name, _Guarded(self._breaker(name, grows=grows)))
-        return name
-
-    def _breaker(self, name: str, *, grows: bool) -> Breaker | None:
+    def _breaker(self, name: str, policy: Policy) -> Breaker | None:
         if self.target is None:
             return None
+        grows = hasattr(policy, BUDGET)
         levels = tuple(level for level in Level if grows or level is not Level.LARGER_BUDGET)
         return Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one))
 
     def _tell(self, name: str, transition: Transition) -> None:
         logger.warning(
-            "guard: policy %s: %s to %s: %s after %d scored answers, whose mean is %.4f (target %s)",
+            "guard: policy %s: from level %s to level %s: %s, %d scored answers with a mean of %.4f (target %s)",
             name, transition.before.name.lower(), transition.after.name.lower(), transition.reason,
             transition.answers, transition.mean, self.target,
         )  # fmt: skip
@@ -180,5 +180,5 @@ class _Bounds:
 
 def with_larger_budget(policy: Policy) -> Policy | None:
     """The policy with more recomputed tokens; None if it has no such budget, or recomputes all."""
-    share = getattr(policy, "recompute_share", 0.0)
-    return with_options(policy, {"recompute_share": min(1.0, LARGER * share)}) if 0 < share < 1 else None
+    share = getattr(policy, BUDGET, 0.0)
+    return with_options(policy, {BUDGET: min(1.0, LARGER * share)}) if 0 < share < 1 else None

@@ -5,6 +5,7 @@ from random import Random
 
 from kvgraft.methods import require_share
 
+MOST_TRIALS = 0.1  # of the requests
 DRAWN = 4  # requests are watched for each that is scored: what kind an answer is of is known when it ends
 
 
@@ -24,6 +25,10 @@ class Sampling:
     def draw(self) -> bool:
         """Whether to watch the next request."""
         return self._rng.random() < self._drawn
+
+    def tries(self) -> bool:
+        """Whether a watched request may be one of a trial: as many as are scored else, at most MOST_TRIALS of all."""
+        return self._rng.random() < min(self.share, MOST_TRIALS) / self._drawn
 
     def choose(self, kind: Hashable) -> bool:
         """Whether the answer of a watched request is scored: every so-manieth of a kind, beginning anywhere."""

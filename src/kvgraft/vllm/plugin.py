@@ -1,18 +1,33 @@
 """Entry point in `vllm.general_plugins`: vLLM calls it in every process, used or not, perhaps more than once."""
 
+import logging
+
+_THEIRS = logging.getLogger("vllm")
+
+
+class _AsVllm(logging.Handler):
+    """Has vLLM's logger print a record, however and whenever that is configured."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _THEIRS.isEnabledFor(record.levelno):
+            _THEIRS.handle(record)
+
+
+def log_as_vllm() -> None:
+    """Print what we log where vLLM prints, at its level, from INFO on."""
+    ours = logging.getLogger("kvgraft")
+    if not any(isinstance(handler, _AsVllm) for handler in ours.handlers):
+        ours.addHandler(_AsVllm())
+        ours.setLevel(ours.level or logging.INFO)
+
 
 def register() -> None:
     """Make connector and model classes known by name, and let vLLM print what we log. Imports nothing heavy: they load
     when they are asked for."""
-    import logging
-
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    ours, theirs = logging.getLogger("kvgraft"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = [*theirs.handlers]
-        ours.setLevel(theirs.getEffectiveLevel())
+    log_as_vllm()
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
     try:

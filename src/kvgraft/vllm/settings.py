@@ -24,7 +24,8 @@ RENAMED = {  # settings by the names that they had
 
 MODES = ("live", "discover")
 DISCOVER = "discover"
-KINDS = ("tools", "json")  # of requests, see `exact_for`
+TOOLS, JSON = "tools", "json"
+KINDS = (TOOLS, JSON)  # of requests, see `exact_for`
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,13 @@ def salts() -> Salts:
 
 
 @pytest.fixture
-def engine(salts: Salts) -> Engine:
-    engine = Engine()
-    GuardedEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
-    return engine
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture(autouse=True)
+def client(engine: Engine, salts: Salts) -> GuardedEngineClient:
+    return GuardedEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
 
 
 def admit(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> str | None:
@@ -185,6 +188,21 @@ def test_a_reset_that_cannot_be_is_no_error(engine: Engine):
         asyncio.run(engine.reset_prefix_cache(reset_running_requests=True))
     engine.closed = True
     assert asyncio.run(engine.reset_prefix_cache(reset_running_requests=True)) is False
+
+
+def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: GuardedEngineClient):
+    order = []
+
+    async def reset() -> None:
+        order.append("guard")
+
+    async def reset_cache() -> bool:
+        order.append("cache")
+        return True
+
+    client.guard, client._reset = SimpleNamespace(reset=reset), reset_cache  # type: ignore[assignment]
+    assert asyncio.run(engine.reset_prefix_cache())
+    assert order == ["guard", "cache"]
 
 
 class State:

@@ -1,6 +1,7 @@
 """A server whose guard scores every answer: what it finds is what exact KV says of the same tokens."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from random import Random
@@ -122,7 +123,7 @@ def test_tenants_see_what_is_known_of_their_own_answers(guarded: RunningServer, 
         scored(guarded, key)
     seen, everything = guarded.status(BOB)["guard"], guarded.status(ADMIN)["guard"]
     assert list(seen["tenants"]) == [LABELS[BOB]]
-    assert seen["policies"] == {}
+    assert (seen["policies"], seen["share_reached"]) == ({}, None)
     assert everything["tenants"].keys() >= {LABELS[ALICE], LABELS[BOB]}
     assert everything["tenants"][LABELS[BOB]] == seen["tenants"][LABELS[BOB]]
     assert sum(one["as_asked"]["answers"] for one in everything["policies"].values() if "as_asked" in one)
@@ -246,11 +247,18 @@ def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: Running
     assert reports[-1]["reason"] == "guard_tripped"
     assert (reports[-1]["guard"], reports[-1]["grafted_tokens"]) == ("exact", 0)
     assert all(report["guard"] == "pending" for report in reports[:-1])
-    [known] = [one for name, one in guarded.status(ADMIN)["guard"]["policies"].items() if name.startswith("epic")]
+    known = guarded.status(ADMIN)["guard"]["policies"]["epic"]
     assert known["level"] == "exact"
     assert known["as_asked"]["flips"]["mean"] > 0.05
     assert metrics(guarded)("transitions_total") >= 1
-    assert "as_asked to exact: alarm after" in guarded.log.read_text()
+    moved = next(line for line in guarded.log.read_text().splitlines() if "from level as_asked to level exact" in line)
+    assert re.search(r"WARNING \d\d-\d\d \d\d:\d\d:\d\d .*guard: policy epic: from level", moved)
+    own = guarded.openai(ALICE).completions.create(
+        model="bundled", prompt=prompt, max_tokens=2, logprobs=2,
+        extra_body={"kv_transfer_params": {"kvgraft": {"namespace": here, **options}}},
+    )  # fmt: skip
+    assert (own.model_extra or {})["kv_transfer_params"]["kvgraft"]["reason"] == "guard_tripped"
+    assert own.choices[0].logprobs.tokens, "what a client asks for it gets"
     for namespace, how in (("fast", {"quality": "fast", **options}), ("another policy", {"policy": "naive"})):
         document = texts.document(300)
         complete(guarded, document, namespace=namespace)

@@ -46,6 +46,42 @@ async def converse(
     return sent
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"tools": [{"type": "function"}]}', True),
+        (b'{"tools": [{"type": "function"}], "tool_choice": "auto"}', True),
+        (b'{"tools": [{"type": "function"}], "tool_choice": "none"}', False),
+        (b'{"tools": []}', False),
+        (b'{"prompt": "about \\"tools\\""}', False),
+        (b"[1]", False),
+        (b"", False),
+        (rb'{"tools": [{"description": "cut \ud83d"}]}', True),
+        (rb'{"\u0074ools": [{}]}', True),
+        (b'{"tools": [{}], "ignored": NaN}', True),
+        ('{"tools": [{}]}'.encode("utf-16"), True),
+        (b"not JSON, and somebody may understand it", True),
+    ],
+)
+def test_requests_that_may_call_tools_are_known_as_such(body: bytes, expected: bool):
+    found = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        found.append(call.kinds)
+
+    async def nothing() -> dict[str, Any]:
+        return part(body)
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    for finds in (True, False):
+        middleware = ServerMiddleware(app, KEYRING, GRANTS, DEFAULT, finds_tools=finds)
+        asyncio.run(middleware(scope(ALICE), nothing, send))
+    assert found == [frozenset({"tools"} if expected else ()), frozenset()]
+
+
 def scope(key: str | None, headers: dict[str, str] | None = None) -> dict[str, Any]:
     given = {"Authorization": f"Bearer {key}", **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in given.items()]

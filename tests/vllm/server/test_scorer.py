@@ -13,7 +13,7 @@ from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import KEY, TRIAL_OF
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.guard_metrics import GuardMetrics
-from kvgraft.vllm.server.scorer import CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, Sample, Scorer
+from kvgraft.vllm.server.scorer import AT_ONCE, CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, Sample, Scorer
 from kvgraft.vllm.server.watching import Watched
 
 TICKET = Ticket("spread", parse_policy("spread"), is_watched=True)
@@ -91,7 +91,7 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
         await until(lambda: bool(setting.scored))
 
     setting = play(scene)
-    assert setting.gate.lengths == [CHUNK, 2 * CHUNK, len(PROMPT)]
+    assert setting.gate.lengths == [CHUNK, 2 * CHUNK, len(PROMPT), len(PROMPT)]
     assert {salt for salt, *_ in setting.gate.asked[3:]} == {"salt of a"}
     _, params, _, sampling = setting.gate.asked[-1]
     assert params[KEY]["answer"] == ANSWER
@@ -99,7 +99,7 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
     assert sampling == {"max_tokens": 2, "logprobs": NUM_LOGPROBS, "ignore_eos": True}
     assert setting.scored[0]["loglik"] == pytest.approx((-0.1 - 0.2) / 2)
     assert setting.count("scored") == 1
-    assert setting.metrics.tokens._value.get() == CHUNK + 2 * CHUNK + len(PROMPT), "nothing was cached"
+    assert setting.metrics.tokens._value.get() == 3 * CHUNK + 2 * len(PROMPT) + len(ANSWER), "nothing was cached"
 
 
 def test_nobody_shares_what_warms_up():
@@ -120,7 +120,7 @@ def test_what_is_tried_is_asked_for_once_with_the_policy_that_it_would_have_had(
     assert (salt, length) == ("salt of a", len(PROMPT))
     assert params == {KEY: {"policy": str(TICKET.policy), "answer": ANSWER}, TRIAL_OF: "r1"}
     assert setting.scored[0]["loglik"] == pytest.approx((0.1 + 0.2) / 2), "the other way round"
-    assert setting.metrics.tokens._value.get() == 30
+    assert setting.metrics.tokens._value.get() == 30 + len(ANSWER)
 
 
 def test_what_was_not_tried_after_all_is_not_scored():
@@ -141,9 +141,9 @@ def test_nothing_is_computed_while_something_waits_but_for_the_floor():
         assert not setting.gate.lengths
         for number in (1, 2, 3):
             setting.now += FLOOR_S + 1
-            await until(lambda: len(setting.gate.lengths) == number)  # noqa: B023
+            await until(lambda: len(setting.gate.lengths) >= number)  # noqa: B023
             await asyncio.sleep(0.05)  # likewise
-            assert len(setting.gate.lengths) == number
+            assert len(setting.gate.lengths) == number + (number == 3), "behind the last chunk the answer is given"
         assert setting.scored
 
     play(scene)
@@ -161,7 +161,7 @@ def test_what_is_cached_costs_neither_tokens_nor_turns():
         await until(lambda: bool(setting.scored))
 
     setting = play(scene)
-    assert setting.metrics.tokens._value.get() == 3, "one of each chunk"
+    assert setting.metrics.tokens._value.get() == 4 + len(ANSWER), "one of each chunk"
     assert setting.now < 2 * FLOOR_S
 
 
@@ -177,14 +177,57 @@ def test_so_many_tokens_a_minute():
     play(scene, tokens_per_minute=600)
 
 
+def test_chunks_come_one_by_one_while_answers_are_generated_together():
+    most, now = {"chunks": 0, "answers": 0}, {"chunks": 0, "answers": 0}
+
+    async def scene(setting: Setting) -> None:
+        run = setting.gate.run
+
+        async def slowly(call: Call, params: dict[str, Any], *rest: Any, **sampling: Any) -> Any | None:
+            kind = "answers" if "answer" in params[KEY] else "chunks"
+            now[kind] += 1
+            most[kind] = max(most[kind], now[kind])
+            await asyncio.sleep(0.02 if kind == "answers" else 0.001)  # of the engine
+            now[kind] -= 1
+            return await run(call, params, *rest, **sampling)
+
+        setting.gate.run = slowly  # type: ignore[method-assign]
+        for _ in range(8):
+            setting.scorer.add(sample())
+        await until(lambda: len(setting.scored) == 8)
+
+    play(scene)
+    assert most == {"chunks": 1, "answers": AT_ONCE}
+
+
 def test_too_many_are_not_kept():
     async def scene(setting: Setting) -> None:
-        taken = [setting.scorer.add(sample()) for _ in range(MOST_WAITING + 3)]
+        taken = [setting.scorer.add(sample()) for _ in range(MOST_WAITING + 3)]  # nothing has begun yet
         assert taken == [True] * MOST_WAITING + [False] * 3
         await until(lambda: len(setting.scored) == MOST_WAITING)
         assert setting.scorer.add(sample())
 
     play(scene)
+
+
+def test_a_reset_drops_what_waits_and_ends_what_is_being_scored():
+    async def scene(setting: Setting) -> None:
+        await until(lambda: len(setting.gate.asked) == 3)
+        setting.gate.num_waiting = 1
+        for _ in range(3):
+            setting.scorer.add(sample())
+        await asyncio.sleep(0.05)  # one is being scored
+        await setting.scorer.reset()
+        await until(lambda: setting.count("dropped") == 3)
+        assert setting.metrics.waiting._value.get() == 0
+        setting.gate.num_waiting = 0
+        await setting.scorer.reset()
+        setting.scorer.add(sample(prompt=PROMPT[:10]))
+        await until(lambda: bool(setting.scored))
+
+    setting = play(scene)
+    assert setting.gate.lengths == [10, 10]
+    assert setting.count("failed") == 0
 
 
 def test_it_goes_on_after_what_failed():

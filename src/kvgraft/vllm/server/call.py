@@ -6,6 +6,7 @@ from typing import Any
 
 from kvgraft.vllm.server.tenancy import LOCAL, Principal
 from kvgraft.vllm.server.watching import Watched
+from kvgraft.vllm.settings import JSON
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Call:
 
     def kinds_of(self, params: Any) -> frozenset[str]:
         """What a prompt of it is, with these sampling parameters."""
-        return self.kinds if params.structured_outputs is None else self.kinds | {"json"}
+        return self.kinds if params.structured_outputs is None else self.kinds | {JSON}
 
     @classmethod
     def own(cls, cache_salt: str) -> "Call":

@@ -134,6 +134,8 @@ class GuardedEngineClient:
         """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all that runs, cannot
         preempt that, and raises an error."""
         await self.before_request()
+        if self.guard is not None:
+            await self.guard.reset()
         try:
             return bool(await self._reset(*args, **kwargs))
         except Exception as error:

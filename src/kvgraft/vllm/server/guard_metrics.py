@@ -9,7 +9,7 @@ GUARD = "kvgraft:guard_"
 KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 LOGLIK_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
-OUTCOMES = ("scored", "dropped", "failed", "own_logprobs", "empty")
+OUTCOMES = ("scored", "dropped", "failed", "empty")
 
 
 class GuardMetrics:

@@ -32,13 +32,14 @@ class ServerGuard:
     def begin(self, call: Call, params: Any, options: RequestOptions) -> tuple[Any, Watched]:
         """A request that may be approximate is about to enter the engine: the sampling parameters with which it does,
         and what is noted of it."""
-        ticket = self.guard.admit(options.policy, guarded=options.quality == GUARDED)
+        can = can_be_watched(params)
+        ticket = self.guard.admit(options.policy, guarded=options.quality == GUARDED, can_be_watched=can)
         if ticket.level is Level.EXACT:
             params = exact(params, "guard_tripped")
         elif ticket.level is Level.LARGER_BUDGET:
             params = _with_policy(params, str(ticket.policy))
         one = Watched(ticket, call.principal.tenant.label)
-        if ticket.is_watched and can_be_watched(params):
+        if ticket.is_watched:
             params, one.kind = watched(params), params.output_kind
             if self._discovers:
                 params = _with_params(params, {NOTE_PLAN: True})
@@ -59,7 +60,7 @@ class ServerGuard:
         if not self.guard.chooses(ticket, report["depth"], grafted):
             return
         if not one.is_whole:
-            self.metrics.answers.labels("empty" if one.kind is not None else "own_logprobs").inc()
+            self.metrics.answers.labels("empty").inc()
         elif self._scorer.add(Sample.of(one, report["depth"], would=bool(would))):
             report["guard"] = PENDING
         else:
@@ -71,6 +72,10 @@ class ServerGuard:
         self.guard.add(sample.ticket, sample.tenant, distances)
         self.metrics.observe(sample.ticket.name, sample.depth, distances)
         self.metrics.bound(sample.ticket.name, self.guard.policy_view(sample.ticket.name))
+
+    async def reset(self) -> None:
+        """The prefix cache is about to be reset: answers that wait to be scored may be of old weights."""
+        await self._scorer.reset()
 
     def view(self, tenant: str | None) -> dict[str, Any]:
         """For the page: see `Guard.view`; `order_noise` is the unit of KL, in nats, if a profile knows it."""

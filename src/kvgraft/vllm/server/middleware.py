@@ -1,5 +1,6 @@
 """Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
 
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
+from kvgraft.vllm.settings import TOOLS
 
 MAX_BODY = 32 << 20  # bytes
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
@@ -28,10 +30,14 @@ class ServerMiddleware:
 
     Args:
         default: what a request that says nothing gets; it may change the options of that policy.
+        finds_tools: whether it matters if a request may call tools.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, grants: Grants, default: RequestOptions) -> None:
+    def __init__(
+        self, app: ASGIApp, keyring: Keyring, grants: Grants, default: RequestOptions, *, finds_tools: bool = False
+    ) -> None:
         self._app, self._keyring, self._grants, self._default = app, keyring, grants, default
+        self._finds_tools = finds_tools
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -51,7 +57,8 @@ class ServerMiddleware:
             return
         except _Disconnected:
             return
-        call = Call(principal, path, kinds=_kinds(body)) if principal is not None else None
+        kinds = frozenset({TOOLS} if self._finds_tools and body is not None and _may_call_tools(body) else ())
+        call = Call(principal, path, kinds=kinds) if principal is not None else None
         before = CURRENT.set(call)
         try:
             await self._app(scope, receive if body is None else _Replay(body, receive), _reporting(call, send))
@@ -99,8 +106,6 @@ class ServerMiddleware:
 
 class _Peek(msgspec.Struct):
     kv_transfer_params: Any = None
-    tools: Any = None
-    tool_choice: Any = None
 
 
 def _peek(body: bytes) -> _Peek:
@@ -111,12 +116,16 @@ def _peek(body: bytes) -> _Peek:
         return _Peek()
 
 
-def _kinds(body: bytes | None) -> frozenset[str]:
-    """What a request is, as far as its body says so: tools, if it may call some."""
-    if body is None or b'"tools"' not in body:
-        return frozenset()
-    found = _peek(body)
-    return frozenset({"tools"} if found.tools and found.tool_choice != "none" else ())
+def _may_call_tools(body: bytes) -> bool:
+    """Whether a request may call tools. vLLM understands more than strict JSON; what nobody understands might."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return bool(body)
+    return isinstance(found, dict) and bool(found.get("tools")) and found.get("tool_choice") != "none"
 
 
 class _Disconnected(Exception):

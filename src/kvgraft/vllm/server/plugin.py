@@ -13,6 +13,7 @@ from kvgraft.vllm.server import segments, status
 from kvgraft.vllm.server.errors import Refused, answer_refusal
 from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
+from kvgraft.vllm.settings import TOOLS
 
 
 class ServerPlugin:
@@ -34,7 +35,13 @@ class ServerPlugin:
         app.include_router(segments.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
-        app.add_middleware(ServerMiddleware, keyring=state.keyring, grants=state.grants, default=state.default)
+        app.add_middleware(
+            ServerMiddleware,
+            keyring=state.keyring,
+            grants=state.grants,
+            default=state.default,
+            finds_tools=TOOLS in state.settings.exact_for,
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""

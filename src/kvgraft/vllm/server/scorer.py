@@ -4,7 +4,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ CHUNK = 512  # tokens that are computed at a time: who arrives waits for so many
 POLL_S = 0.02  # between looks at whether anything waits
 FLOOR_S = 10.0  # for each chunk, if something always waits
 MOST_WAITING = 64  # answers to be scored
+AT_ONCE = 4  # that are being scored: chunks come one by one, and answers are generated together
 
 
 class EngineGate(Protocol):
@@ -64,7 +64,7 @@ class Sample:
 
 
 class Scorer:
-    """Scores one answer after another.
+    """Scores answers in the order in which they come.
 
     Args:
         tokens_per_minute: that may be computed for that.
@@ -82,33 +82,53 @@ class Scorer:
         self._engine_client, self._report, self._metrics, self._clock = engine_client, report, metrics, clock
         self._most, self._allowed = tokens_per_minute, tokens_per_minute / 60
         self._counted, self._floor = clock(), clock() + FLOOR_S
-        self._queue: deque[Sample] = deque()
-        self._queued = asyncio.Event()
+        self._queue = asyncio.Queue[Sample](MOST_WAITING)
+        self._scoring: set[asyncio.Task[dict[str, float]]] = set()
+        self._computes = asyncio.Lock()
         self._task = asyncio.create_task(self._run())
 
     def add(self, sample: Sample) -> bool:
         """Score it when there is time; False: too many wait."""
-        if len(self._queue) >= MOST_WAITING:
+        if self._queue.full():
             return False
-        self._queue.append(sample)
+        self._queue.put_nowait(sample)
         self._metrics.waiting.inc()
-        self._queued.set()
         return True
+
+    async def reset(self) -> None:
+        """Drop all that waits, and end what is being scored."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+            self._metrics.answers.labels("dropped").inc()
+            self._metrics.waiting.dec()
+        for scoring in self._scoring:
+            scoring.cancel()
+        if self._scoring:
+            await asyncio.wait(self._scoring)
 
     async def _run(self) -> None:
         await self._warm_up()
+        await asyncio.gather(*(self._work() for _ in range(AT_ONCE)))
+
+    async def _work(self) -> None:
         while True:
-            await self._queued.wait()
-            sample = self._queue.popleft()
-            if not self._queue:
-                self._queued.clear()
-            try:
-                self._report(sample, await self._score(sample))
-                self._metrics.answers.labels("scored").inc()
-            except Exception as error:  # whatever it is, the server goes on
-                logger.warning("an answer could not be scored: %s", error)
-                self._metrics.answers.labels("failed").inc()
+            sample = await self._queue.get()
+            scoring = asyncio.create_task(self._score(sample))
+            self._scoring.add(scoring)
+            await asyncio.wait({scoring})
+            self._scoring.discard(scoring)
+            self._metrics.answers.labels(self._ended(sample, scoring)).inc()
             self._metrics.waiting.dec()
+
+    def _ended(self, sample: Sample, scoring: asyncio.Task[dict[str, float]]) -> str:
+        """What became of it."""
+        if scoring.cancelled():
+            return "dropped"
+        if (error := scoring.exception()) is not None:  # whatever it is, the server goes on
+            logger.warning("an answer could not be scored: %s", error)
+            return "failed"
+        self._report(sample, scoring.result())
+        return "scored"
 
     async def _warm_up(self) -> None:
         """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
@@ -128,23 +148,24 @@ class Scorer:
 
     async def _compute(self, sample: Sample) -> list[Logprobs]:
         """What exact KV says of an answer."""
-        params = Control(SCORE).as_params()
-        for stop in range(CHUNK, len(sample.prompt), CHUNK):
-            await self._turn()
-            output = await self._send(sample.cache_salt, params, sample.prompt[:stop])
-            self._charge(stop - (output.num_cached_tokens or 0))
-        await self._turn()
-        output = await self._answer(sample.cache_salt, params, sample.prompt, sample.answer)
-        self._charge(len(sample.prompt) - (output.num_cached_tokens or 0))
+        params, prompt = Control(SCORE).as_params(), sample.prompt
+        for stop in [*range(CHUNK, len(prompt), CHUNK), len(prompt)]:
+            async with self._computes:
+                await self._turn()
+                output = await self._send(sample.cache_salt, params, prompt[:stop])
+                self._charge(stop - (output.num_cached_tokens or 0))
+        output = await self._answer(sample.cache_salt, params, prompt, sample.answer)
+        self._charge(len(prompt) - (output.num_cached_tokens or 0) + len(sample.answer))
         return places(output.outputs[0].logprobs)
 
     async def _try(self, sample: Sample) -> list[Logprobs]:
         """What is said of an answer on the KV that its prompt would have had."""
-        await self._turn()
+        async with self._computes:
+            await self._turn()
         params = {KEY: {"policy": str(sample.ticket.policy)}, TRIAL_OF: sample.trial_of}
         output = await self._answer(sample.cache_salt, params, sample.prompt, sample.answer)
         report = output.kv_transfer_params[KEY]
-        self._charge(report["recomputed_tokens"] + report["fresh_tokens"])
+        self._charge(report["recomputed_tokens"] + report["fresh_tokens"] + len(sample.answer))
         if report["outcome"] != Outcome.GRAFTED:
             raise ValueError("what it would have grafted is gone")
         return places(output.outputs[0].logprobs)

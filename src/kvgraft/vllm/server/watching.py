@@ -42,7 +42,7 @@ class Watched:
         first = output.outputs[0]
         if self.kind != RequestOutputKind.DELTA:
             self.answer, self.logprobs = [], []
-        self.prompt = list(output.prompt_token_ids or self.prompt)
+        self.prompt = self.prompt or list(output.prompt_token_ids or ())
         room = ANSWER_TOKENS - len(self.answer)
         self.answer += list(first.token_ids)[:room]
         self.logprobs += places(first.logprobs, room)
