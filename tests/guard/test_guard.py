@@ -38,7 +38,7 @@ def test_bounds_are_kept_by_policy_and_by_tenant():
     assert view["tenants"]["a"] == spread
     assert view["tenants"]["b"] == naive
     assert view["share_reached"] == pytest.approx(0.5, abs=0.02)
-    assert guard.view("a") == {**view, "policies": {}, "tenants": {"a": spread}}
+    assert guard.view("a") == {**view, "share_reached": None, "policies": {}, "tenants": {"a": spread}}
     assert guard.view("c")["tenants"]["c"]["answers"] == 0
 
 

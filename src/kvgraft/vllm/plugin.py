@@ -6,11 +6,12 @@ _THEIRS = logging.getLogger("vllm")
 
 
 class _AsVllm(logging.Handler):
-    """Has vLLM's logger print a record, however and whenever that is configured."""
+    """Has the handlers of vLLM's logger print a record, however and whenever that is configured."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _THEIRS.isEnabledFor(record.levelno):
-            _THEIRS.handle(record)
+        for handler in _THEIRS.handlers if _THEIRS.isEnabledFor(record.levelno) else ():
+            if record.levelno >= handler.level:
+                handler.handle(record)
 
 
 def log_as_vllm() -> None:
