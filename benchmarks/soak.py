@@ -41,6 +41,7 @@ MAX_MODEL_LEN = 2048
 TENANTS = 3
 SAMPLE_S = 10.0
 IDLE_TIMEOUT_S = 120.0
+GUARD = ("--kvgraft-guard", "0.05", "--kvgraft-guard-tokens", "1000000")
 FIXED = 12  # plain requests whose answers are watched
 MIN_SAMPLES = 6  # to speak of growth
 MIB = 1 << 20
@@ -86,7 +87,7 @@ def main(
 ) -> None:
     """Load a server of its own with everything at once, then check what must hold."""
     keys, admin_key = [secrets.token_hex(16) for _ in range(TENANTS)], secrets.token_hex(16)
-    flags = ("--served-model-name", MODEL, "--num-gpu-blocks-override", str(blocks), "--max-num-seqs", "16")
+    flags = ("--served-model-name", MODEL, "--num-gpu-blocks-override", str(blocks), "--max-num-seqs", "16", *GUARD)
     options = ServerOptions(MODEL_DIR, max_model_len=MAX_MODEL_LEN, flags=(*flags, "--api-key", *keys))
     words = single_token_words(*local_tokenizer(MODEL_DIR))
 
@@ -130,6 +131,7 @@ async def soak(
         "grafts": findings.done["grafted tokens"],
         "aborts before the first token": findings.done["left before the first token"],
         "preemption": result.metrics.get("vllm:num_preemptions_total", 0),
+        "scored answers": result.metrics.get("kvgraft:guard_answers_total[scored]", 0),
     }
     for what, amount in exercised.items():
         findings.expect(amount > 0, f"the load led to no {what}, so it proves nothing")
@@ -248,7 +250,8 @@ def table_of(result: Result) -> Table:
 
 async def _is_idle(traffic: Traffic) -> bool:
     metrics = await metrics_of(traffic)
-    return metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
+    waiting = metrics["vllm:num_requests_waiting"] + metrics["kvgraft:guard_waiting"]
+    return metrics["vllm:num_requests_running"] == waiting == 0
 
 
 async def _uses_only_frozen(traffic: Traffic) -> bool:

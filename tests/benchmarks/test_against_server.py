@@ -26,11 +26,12 @@ KEYS, ADMIN = ["first-key", "second-key", "third-key"], "admin-key"
 LENGTH = 2048
 WORDS = single_token_words(*local_tokenizer(MODEL_DIR))
 FLAGS = ("--served-model-name", "bundled", "--num-gpu-blocks-override", "128", "--api-key", *KEYS)
+GUARD = ("--kvgraft-guard", "0.5", "--kvgraft-guard-tokens", "1000000")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    options = ServerOptions(MODEL_DIR, max_model_len=LENGTH, flags=FLAGS)
+    options = ServerOptions(MODEL_DIR, max_model_len=LENGTH, flags=(*FLAGS, *GUARD))
     with start(options, environment={"KVGRAFT_ADMIN_KEY": ADMIN}) as server:
         yield server
 
