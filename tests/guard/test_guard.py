@@ -78,8 +78,8 @@ def test_what_clients_make_up_is_guarded_by_method_and_the_default_policy_on_its
         score(guard, BAD, 3, parse_policy(f"spread:recompute_share={0.5 + 0.001 * number:.3f}"))
         score(guard, GOOD, 1)
     known = guard.view()["policies"]
-    assert list(known) == ["spread", str(SPREAD)]
-    assert known[str(SPREAD)]["as_asked"]["answers"] == 100
+    assert list(known) == ["spread", "spread (default)"]
+    assert known["spread (default)"]["as_asked"]["answers"] == 100
     assert known["spread"]["level"] == "exact"
     assert guard.admit(parse_policy("spread:recompute_share=0.9")).level is Level.EXACT
     assert guard.admit(SPREAD).level is Level.AS_ASKED

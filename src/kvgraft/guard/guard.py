@@ -75,7 +75,7 @@ class Guard:
             guarded: whether the breaker may answer it otherwise than it asks for.
             can_be_watched: whether its answer could be scored.
         """
-        name = str(policy) if policy == self._default else policy.name
+        name = f"{policy.name} (default)" if policy == self._default else policy.name
         breaker = self._policies.setdefault(name, _Guarded(self._breaker(name, policy))).breaker
         drawn = can_be_watched and self._sampling.draw()
         if breaker is None or not guarded:
