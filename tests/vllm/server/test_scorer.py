@@ -242,6 +242,19 @@ def test_it_goes_on_after_what_failed():
     assert play(scene).count("scored") == 1
 
 
+def test_it_goes_on_when_nobody_can_note_what_was_found():
+    async def scene(setting: Setting) -> None:
+        found, setting.scored = setting.scored, None  # type: ignore[assignment]
+        for _ in range(2 * AT_ONCE):
+            setting.scorer.add(sample())
+        await until(lambda: setting.count("failed") == 2 * AT_ONCE)
+        setting.scored = found
+        setting.scorer.add(sample())
+        await until(lambda: bool(setting.scored))
+
+    assert play(scene).metrics.waiting._value.get() == 0
+
+
 def output(tokens: list[int]) -> Any:
     logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
     first = SimpleNamespace(token_ids=tokens, logprobs=logprobs, cumulative_logprob=-2.0)

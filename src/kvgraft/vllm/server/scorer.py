@@ -83,7 +83,7 @@ class Scorer:
         self._most, self._allowed = tokens_per_minute, tokens_per_minute / 60
         self._counted, self._floor = clock(), clock() + FLOOR_S
         self._queue = asyncio.Queue[Sample](MOST_WAITING)
-        self._scoring: set[asyncio.Task[dict[str, float]]] = set()
+        self._scoring: set[asyncio.Task[None]] = set()
         self._computes = asyncio.Lock()
         self._task = asyncio.create_task(self._run())
 
@@ -117,18 +117,8 @@ class Scorer:
             self._scoring.add(scoring)
             await asyncio.wait({scoring})
             self._scoring.discard(scoring)
-            self._metrics.answers.labels(self._ended(sample, scoring)).inc()
+            self._metrics.answers.labels(_outcome(scoring)).inc()
             self._metrics.waiting.dec()
-
-    def _ended(self, sample: Sample, scoring: asyncio.Task[dict[str, float]]) -> str:
-        """What became of it."""
-        if scoring.cancelled():
-            return "dropped"
-        if (error := scoring.exception()) is not None:  # whatever it is, the server goes on
-            logger.warning("an answer could not be scored: %s", error)
-            return "failed"
-        self._report(sample, scoring.result())
-        return "scored"
 
     async def _warm_up(self) -> None:
         """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
@@ -138,13 +128,13 @@ class Scorer:
             if isinstance(error, Exception):  # likewise
                 logger.warning("the guard could not be warmed up: %s", error)
 
-    async def _score(self, sample: Sample) -> dict[str, float]:
-        """Its distances from exact KV."""
+    async def _score(self, sample: Sample) -> None:
+        """Report its distances from exact KV."""
         if sample.trial_of is not None:
             exact, ours = sample.logprobs, await self._try(sample)
         else:
             exact, ours = await self._compute(sample), sample.logprobs
-        return along_logprobs(ours, exact, sample.answer)
+        self._report(sample, along_logprobs(ours, exact, sample.answer))
 
     async def _compute(self, sample: Sample) -> list[Logprobs]:
         """What exact KV says of an answer."""
@@ -200,3 +190,13 @@ class Scorer:
         if output is None:
             raise ValueError("it was aborted")
         return output
+
+
+def _outcome(scoring: asyncio.Task[None]) -> str:
+    """What became of an answer."""
+    if scoring.cancelled():
+        return "dropped"
+    if (error := scoring.exception()) is not None:  # whatever it is, the server goes on
+        logger.warning("an answer could not be scored: %s", error)
+        return "failed"
+    return "scored"
