@@ -249,7 +249,7 @@ def stream(
             break
         if guard.chooses(ticket, row.depth, row.grafted_share):
             guard.add(ticket, "all", row.distances)
-    found = guard.policy_view(str(policy)).get("as_asked", {})
+    found = guard.policy_view(ticket.name).get("as_asked", {})
     unknown = {"mean": 0.0, "low": 0.0, "high": 1.0}
     bounds = {measure: found.get(measure, unknown) for measure in MEASURES}
     alarm = min((number for level, number in reached.items() if level is not Level.AS_ASKED), default=None)
