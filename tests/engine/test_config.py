@@ -115,7 +115,6 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_p
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads must be positive, got 0"),
         ("llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ("llama", scaled("dynamic"), "dynamic"),
-        ("llama", scaled("yarn"), "yarn"),
         ("llama", scaled("longrope", **LONGROPE), "longrope|long_factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("mistral", {"sliding_window": 64}, "sliding_window 64, 512 positions"),
@@ -130,7 +129,6 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_p
         ("deepseek_v3", {"kv_lora_rank": 25}, "kv_lora_rank must be positive and even, got 25"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be positive and even, got 7"),
         ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank must be positive, got 0"),
-        ("deepseek_v3", scaled("yarn"), "yarn"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window None"),
     ],
 )

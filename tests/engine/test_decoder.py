@@ -22,6 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
@@ -30,11 +31,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
+    "mistral-yarn-fractions": ("mistral", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4}}),
     "mistral-harmless-window": ("mistral", {"sliding_window": 512}),
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-yarn-factor": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.5}}),
     "qwen3": ("qwen3", {}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-query-latent": ("deepseek_v2", {"q_lora_rank": 40, "mlp_bias": True}),
@@ -44,6 +49,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.4}}),
+    "deepseek-v3-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3-yarn-plain": ("deepseek_v3", {"rope_parameters": YARN}),
     "sharded": ("qwen3", {"max_shard_size": "50KB"}),
 }
 
@@ -55,7 +63,7 @@ def finish(decoder: Decoder, layer: int, hidden: Tensor, attended: Tensor) -> Te
 def dense_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """The whole model with plain causal attention: token ids [n] -> logits [n, V]."""
     config = decoder.config
-    cos, sin = config.rope.table(torch.arange(len(token_ids)))
+    cos, sin = config.rope.fresh_table(torch.arange(len(token_ids)))
     hidden = decoder.embed(token_ids)
     for layer in range(config.num_layers):
         q, k, v = (x.transpose(0, 1) for x in decoder.project(layer, hidden, cos, sin))  # [H, n, d]
@@ -112,7 +120,7 @@ def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict
     attended = torch.randn(40, config.num_heads * config.head_dim, generator=torch.Generator().manual_seed(2))
     before = hidden.clone(), attended.clone()
     rows = torch.tensor([3, 30, 17])
-    cos, sin = config.rope.table(torch.arange(40))
+    cos, sin = config.rope.fresh_table(torch.arange(40))
     for whole, part in zip(
         (*decoder.project(1, hidden, cos, sin), finish(decoder, 1, hidden, attended)),
         (*decoder.project(1, hidden[rows], cos[rows], sin[rows]), finish(decoder, 1, hidden[rows], attended[rows])),
@@ -125,7 +133,7 @@ def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict
 
 def test_no_rows(model_dirs: dict[str, Path]) -> None:
     decoder = Decoder.from_pretrained(model_dirs["qwen3"])
-    cos, sin = decoder.config.rope.table(torch.arange(0))
+    cos, sin = decoder.config.rope.fresh_table(torch.arange(0))
     hidden = decoder.embed(tokens(0))
     q, k, v = decoder.project(0, hidden, cos, sin)
     assert (q.shape, k.shape, v.shape) == ((0, 4, 32), (0, 2, 32), (0, 2, 32))

@@ -40,6 +40,13 @@ from kvgraft.vllm.compat import on_cache_reset
 from kvgraft.vllm.connector.metadata import WorkerMetadata
 from kvgraft.vllm.recovery import RecoveryResult
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [1.0 + 0.9 * i for i in range(16)],
+}
 BLOCK, NUM_BLOCKS, NUM_LAYERS, HEADS, DIM = 32, 24, 2, 4, 32
 NONCE = b"nonce" * 7
 PROMPT = list(range(100))  # fills three blocks and a bit of a fourth
@@ -447,17 +454,26 @@ def test_the_workers_cache_is_heads_by_tokens(config: VllmConfig, cache_config: 
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        YARN,
+        YARN | {"rope_type": "deepseek_yarn", "mscale": 0.8, "beta_fast": 16},
+        LONGROPE | {"original_max_position_embeddings": 256, "factor": 8192 / 256},
+        LONGROPE | {"original_max_position_embeddings": 8192},
     ],
     ids=lambda parameters: parameters["rope_type"],
 )
 def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters: dict[str, Any]):
-    keys = torch.randn(5, HEADS * DIM, generator=torch.Generator().manual_seed(0))
+    keys = torch.randn(5, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     old, new = torch.tensor([0, 3, 100, 900, 4000]), torch.tensor([7, 3, 50, 8000, 1])
     with set_current_vllm_config(config):
         theirs = get_rope(DIM, 8192, True, parameters, torch.float32)
-        at_old, at_new = (theirs.forward_native(p, keys.clone(), keys.clone())[1] for p in (old, new))
-    moved = rotate(at_old.view(5, HEADS, DIM), *Rope.from_parameters(DIM, parameters).table(new - old))
-    torch.testing.assert_close(moved.flatten(1), at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this")
+    turn, given = getattr(theirs, "forward_native", None), keys
+    if turn is None:  # longrope
+        turn, given = theirs.forward, keys.flatten(1)
+    at_old, at_new = (turn(p, given.clone(), given.clone())[1].view(5, HEADS, DIM) for p in (old, new))
+    rope = Rope.from_parameters(DIM, parameters, max_position=config.model_config.max_model_len)
+    moved, fresh = rotate(at_old, *rope.table(new - old)), rotate(keys, *rope.fresh_table(new))
+    torch.testing.assert_close(moved, at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this")
+    torch.testing.assert_close(fresh, at_new, rtol=0, atol=5e-4, msg="Rope.fresh_table is what vLLM rotates by")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from kvgraft.engine.checkpoint import UnsupportedModel, fingerprint, read_json, weight_files
 from kvgraft.kv.rope import Rope
+from kvgraft.kv.rope_scaling import mscale
 
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -53,6 +54,7 @@ class LatentAttention:
         query_rank: of the queries' own latent; None if they have none.
         nope_dim, rope_dim: of a query head, the channels that know no position, and those that turn with it.
         value_dim: of a head.
+        logit_factor: by which the attention logits grow with the context that YaRN added (`mscale_all_dim`).
         interleaved: whether channel 2i of `rope_dim` turns with 2i + 1, not i with the one in the other half.
     """
 
@@ -62,6 +64,7 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
     interleaved: bool
+    logit_factor: float = 1.0
 
     @property
     def query_dim(self) -> int:
@@ -114,7 +117,9 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Of the attention logits."""
-        return float(self.head_dim if self.latent is None else self.latent.query_dim) ** -0.5
+        if self.latent is not None:
+            return self.latent.query_dim**-0.5 * self.latent.logit_factor
+        return float(self.head_dim) ** -0.5
 
     @property
     def project_flops(self) -> int:
@@ -249,6 +254,8 @@ def _latent(hf: Any) -> LatentAttention:
         if (size is None and name == "q_lora_rank") or (size > 0 and not (halved and size % 2)):
             continue
         raise UnsupportedModel(f"{name} must be positive{' and even' if halved else ''}, got {size}")
+    scaling = hf.rope_parameters  # validated by transformers
+    mscale_all_dim = scaling.get("mscale_all_dim") if scaling["rope_type"] != "default" else None
     return LatentAttention(
         rank=hf.kv_lora_rank,
         query_rank=hf.q_lora_rank,
@@ -256,6 +263,7 @@ def _latent(hf: Any) -> LatentAttention:
         rope_dim=hf.qk_rope_head_dim,
         value_dim=hf.v_head_dim,
         interleaved=bool(getattr(hf, "rope_interleave", True)),
+        logit_factor=mscale(scaling["factor"], mscale_all_dim) ** 2 if mscale_all_dim else 1.0,
     )
 
 

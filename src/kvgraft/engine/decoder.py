@@ -66,7 +66,7 @@ class Decoder:
     def project(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and values [n, Hkv, d].
 
-        cos, sin: float32 [n, d / 2], `config.rope.table(positions)`; the same for every layer. The results are
+        cos, sin: float32 [n, d / 2], `config.rope.fresh_table(positions)`; the same for every layer. The results are
         views of shared storage whose rows are strided. With latent attention the values are the keys.
         """
         config, weights, qk_norm = self.config, self.weights.layers[layer], self._qk_norms[layer]

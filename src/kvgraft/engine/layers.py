@@ -31,7 +31,7 @@ class NativeLayers(LayerHost):
         return self._decoder.embed(token_ids)
 
     def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-        attended = attend(*self._decoder.project(index, states, *self.rope.table(positions)))
+        attended = attend(*self._decoder.project(index, states, *self.rope.fresh_table(positions)))
         if attended is None:
             return states[:0]
         after = self._decoder.add_attention(index, states[rows], attended.flatten(1))

@@ -34,7 +34,7 @@ class Rows:
         self.seen = torch.tensor([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
         self.seen_locally = torch.tensor([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
         self.layout = AttentionLayout.of(positions, slots, sinks, window)
-        self.cos, self.sin = decoder.config.rope.table(self.layout.query_positions)
+        self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions)
 
 
 class NativePrefill(PagedPrefill):

@@ -194,7 +194,7 @@ class _Layers:
     def __init__(self, decoder: Decoder, length: int, sinks: int, window: int) -> None:
         here = torch.arange(length, device=decoder.device)
         self.decoder = decoder
-        self.cos, self.sin = decoder.config.rope.table(here)
+        self.cos, self.sin = decoder.config.rope.fresh_table(here)
         self.visible = in_window(here, here[:, None], sinks, window)
 
     def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
@@ -232,7 +232,7 @@ def _attend(
     """Layer by layer, of the tokens from `first` on: attention outputs [n, Hkv, G, d] and far mass [n, Hkv, G]."""
     config, device = decoder.config, decoder.device
     here = torch.arange(len(tokens), device=device)
-    cos, sin = config.rope.table(here)
+    cos, sin = config.rope.fresh_table(here)
     hidden = decoder.embed(torch.tensor(tokens, device=device))
     for layer in range(config.num_layers):
         query, keys, values = decoder.project(layer, hidden, cos, sin)

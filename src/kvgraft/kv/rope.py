@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["default", "linear", "llama3"]
+from kvgraft.kv import rope_scaling
+
+Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 # the names of Hugging Face `rope_parameters` -> the fields of Rope
 _FIELDS = {
@@ -25,20 +27,39 @@ _FIELDS = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
 }
-_NEEDED = {"default": 1, "linear": 2, "llama3": 5}  # how many of the names above each kind reads
-_KNOWN = {*_FIELDS, "rope_type", "type", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_NEEDED = {  # the names that each kind must be given
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("rope_theta", "factor", _ORIGINAL),
+    "longrope": ("rope_theta", _ORIGINAL, "short_factor", "long_factor"),
+}
+_DEEPSEEK = ("deepseek_yarn", "deepseek_llama_scaling")  # what vLLM calls yarn in DeepSeek's models
+_OF_YARN = {"mscale", "mscale_all_dim", "attention_factor", "truncate"}
+_OF_LONGROPE = {"short_factor", "long_factor", "short_mscale", "long_mscale", "attention_factor"}
+_KNOWN = {*_FIELDS, *_OF_YARN, *_OF_LONGROPE, "rope_type", "type", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary frequencies of one model. `factor` serves linear and llama3, the fields below it llama3 only.
+    """The rotary frequencies of one model. `factor` serves linear, llama3 and yarn.
 
     Attributes:
+        low_freq_factor, high_freq_factor: llama3 only.
+        original_max_position: positions that the model was first trained on; llama3 and yarn.
+        beta_fast, beta_slow, truncate: yarn only.
+        factors: longrope only, by which each frequency is divided, [num_turning / 2].
+        attention_factor: by which a host multiplies cosine and sine when it rotates a fresh query or key; 1.0 but for
+            yarn and longrope. `table` leaves it out, since a shift must not apply it again.
         rotary_dim: elements of a head that turn; None is all.
 
     Raises:
-        ValueError: odd head_dim or rotary_dim, unknown kind, or a parameter that is not positive and finite.
+        ValueError: odd head_dim or rotary_dim, unknown kind, `factors` of another length, or a parameter that is not
+            positive and finite.
     """
 
     head_dim: int
@@ -49,6 +70,11 @@ class Rope:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     rotary_dim: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -57,11 +83,14 @@ class Rope:
             raise ValueError(f"head_dim {self.head_dim}: must be positive and even")
         if not 0 < self.num_turning <= self.head_dim or self.num_turning % 2:
             raise ValueError(f"rotary_dim {self.rotary_dim}: must be positive, even and at most {self.head_dim}")
-        for name in _FIELDS.values():
+        for name in (*_FIELDS.values(), "attention_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope {name} {getattr(self, name)}: must be positive and finite")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor {self.low_freq_factor}: must be below {self.high_freq_factor}")
+        num_factors = self.num_turning // 2 if self.kind == "longrope" else 0
+        if len(self.factors) != num_factors or not all(0 < factor < math.inf for factor in self.factors):
+            raise ValueError(f"rope factors {self.factors}: must be {num_factors}, positive and finite")
 
     @property
     def num_turning(self) -> int:
@@ -69,8 +98,18 @@ class Rope:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @classmethod
-    def from_parameters(cls, head_dim: int, parameters: Mapping[str, Any], rotary_dim: int | None = None) -> "Rope":
+    def from_parameters(
+        cls,
+        head_dim: int,
+        parameters: Mapping[str, Any],
+        rotary_dim: int | None = None,
+        max_position: int | None = None,
+    ) -> "Rope":
         """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with its `rope_theta` put in).
+
+        Args:
+            max_position: the longest prompt that the host takes. Longrope needs it: beyond the original context
+                its long factors serve all prompts, as in vLLM; and over that context it is the default of `factor`.
 
         Raises:
             ValueError: a kind that is not static, a partial rotation, an unknown key, or a key that the kind lacks.
@@ -80,13 +119,18 @@ class Rope:
             raise ValueError(f"rope parameters {unknown}: allowed are {sorted(_KNOWN)}")
         if (partial := given.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ValueError(f"partial_rotary_factor {partial}: only 1.0 is supported")
-        kind = given.get("rope_type", given.get("type", "default"))
+        named = given.get("rope_type", given.get("type", "default"))
+        kind: Any = "yarn" if named in _DEEPSEEK else named
         if kind not in _NEEDED:
             raise ValueError(f"rope_type {kind!r}: allowed are {', '.join(_NEEDED)} (static frequencies)")
-        needed = list(_FIELDS)[: _NEEDED[kind]]
-        if missing := [key for key in needed if key not in given]:
+        if missing := [key for key in _NEEDED[kind] if key not in given]:
             raise ValueError(f"rope_type {kind!r} needs {missing}")
-        return cls(head_dim, kind=kind, rotary_dim=rotary_dim, **{_FIELDS[key]: given[key] for key in needed})
+        fields = {_FIELDS[key]: given[key] for key in _NEEDED[kind] if key in _FIELDS}
+        if kind == "yarn":
+            fields |= _yarn(given, deepseek=named != kind)
+        elif kind == "longrope":
+            fields |= _longrope(given, max_position)
+        return cls(head_dim, kind=kind, rotary_dim=rotary_dim, **fields)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """Radians per position, float64 [head_dim / 2], cached per device: do not write to it.
@@ -105,6 +149,11 @@ class Rope:
         angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
         return angles.cos().float(), angles.sin().float()
 
+    def fresh_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`table` times `attention_factor`: what a host rotates fresh queries and keys by."""
+        cos, sin = self.table(positions)
+        return cos * self.attention_factor, sin * self.attention_factor
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [n, H, D] by cos, sin [n, D/2]; computed in float32, returned in the dtype of x."""
@@ -116,17 +165,41 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
     exponents = torch.arange(0, rope.num_turning, 2, dtype=torch.float32, device="cpu") / rope.num_turning
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        frequencies = _smooth(rope, frequencies)
+    frequencies = _stretched(rope, rope.theta**exponents)
     still = (rope.head_dim - rope.num_turning) // 2
     return F.pad(frequencies, (still, 0)).to(device, torch.float64)
 
 
-def _smooth(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Llama 3: keep short wavelengths, divide long ones by `factor`, interpolate between."""
-    turns = rope.original_max_position / (2 * math.pi / frequencies)  # in the original context
-    share = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - share) * frequencies / rope.factor + share * frequencies
+def _stretched(rope: Rope, periods: Tensor) -> Tensor:
+    """Positions per radian, float32 [num_turning / 2] -> radians per position, as the kind has them."""
+    match rope.kind:
+        case "linear":
+            return 1.0 / periods / rope.factor
+        case "llama3":
+            bounds = rope.low_freq_factor, rope.high_freq_factor
+            return rope_scaling.llama3(periods, rope.factor, *bounds, rope.original_max_position)
+        case "yarn":
+            bounds, where = (rope.beta_fast, rope.beta_slow), (rope.original_max_position, rope.truncate)
+            return rope_scaling.yarn(periods, rope.theta, rope.factor, *bounds, *where)
+        case "longrope":
+            return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * periods)
+    return 1.0 / periods
+
+
+def _yarn(given: Mapping[str, Any], deepseek: bool) -> dict[str, Any]:
+    """The fields of yarn that need not be given; vLLM ignores `truncate` in DeepSeek's models."""
+    betas = {key: given[key] for key in ("beta_fast", "beta_slow") if given.get(key)}
+    attention_factor = rope_scaling.yarn_attention_factor(given, deepseek)
+    return betas | {"truncate": deepseek or bool(given.get("truncate", True)), "attention_factor": attention_factor}
+
+
+def _longrope(given: Mapping[str, Any], max_position: int | None) -> dict[str, Any]:
+    """The fields of longrope."""
+    if max_position is None:
+        raise ValueError("rope_type 'longrope': its frequencies depend on the longest prompt, which is not fixed here")
+    which = "long" if max_position > given[_ORIGINAL] else "short"
+    attention_factor = given.get(f"{which}_mscale", given.get("attention_factor"))
+    if attention_factor is None:
+        factor = given.get("factor", max_position / given[_ORIGINAL])
+        attention_factor = rope_scaling.longrope_attention_factor(factor, given[_ORIGINAL])
+    return {"factors": tuple(given[f"{which}_factor"]), "attention_factor": attention_factor}
