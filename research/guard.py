@@ -98,7 +98,7 @@ class _Damaging:
         for index in layers:
             keys, values = self._ctx.kv(index, where)
             if self._how == "shift":
-                self._ctx.add(index, where, further(keys) - keys, torch.zeros_like(values))
+                self._ctx.add(index, where, further(index, keys) - keys, torch.zeros_like(values))
             else:
                 others = values.roll(-max(1, len(one) // 4), 0)
                 self._ctx.add(index, where, torch.zeros_like(keys), others - values)

@@ -6,6 +6,7 @@ Each failure names the line of ours that would break. How vLLM behaves is in `te
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -70,7 +71,6 @@ HANDED = {
     ("compat/support.py", "_cache_reasons", "transfer"): TRANSFER,
     ("compat/support.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
     ("compat/support.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
-    ("compat/support.py", "_cache_reasons", "specs[0]"): SPEC,
     ("compat/support.py", "_head_reasons", "parallel"): PARALLEL,
     ("compat/support.py", "_head_reasons", "config.kv_transfer_config"): TRANSFER,
     ("compat/support.py", "_head_reasons", "config.scheduler_config"): SCHEDULING,
@@ -97,9 +97,13 @@ HANDED = {
     ("heads/model.py", "", "vllm_config"): CONFIG,
     ("heads/model.py", "", "whole"): ATTENTION,
     ("compat/model.py", "", "runner"): RUNNERS,
-    ("compat/model.py", "", "runner.attn_groups[0][0]"): "vllm.v1.worker.utils:AttentionGroup",
-    ("compat/model.py", "", "self._builder"): BUILDERS,
-    ("compat/model.py", "", "self._builder.kv_cache_spec"): SPEC,
+    ("compat/model.py", "__init__", "group"): "vllm.v1.worker.utils:AttentionGroup",
+    ("compat/model.py", "", "builder"): BUILDERS,
+    ("compat/model.py", "", "self._builders[0]"): BUILDERS,
+    ("compat/model.py", "", "self._builders[0].kv_cache_spec"): SPEC,
+    ("compat/turning.py", "", "config"): CONFIG,
+    ("compat/turning.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat/decoder_layers.py", "", "self.attention"): ATTENTION,
     ("compat/model.py", "", "self.attentions[0]"): ATTENTION,
     ("compat/model.py", "", "self.attentions[index]"): ATTENTION,
     ("compat/model.py", "", "attention"): ATTENTION,
@@ -361,23 +365,37 @@ def test_the_plugin_is_loaded_in_every_process():
     assert factory.supports_hma_config(transfer), "vLLM refuses connectors without SupportsHMA"
 
 
+TRANSFORMERS = "vllm.model_executor.models.transformers"  # runs what vLLM has no classes for
+
+
+def modules_of(architecture: str) -> list[Any]:
+    """Where the classes of a model stand, its own first."""
+    registry = resolve("vllm.model_executor.models.registry:ModelRegistry")
+    found = registry.models[architecture]
+    if found.module_name.startswith(TRANSFORMERS):
+        return []
+    model = getattr(importlib.import_module(found.module_name), found.class_name)
+    assert has(f"{model.__module__}:{model.__name__}", "embed_input_ids"), "decoder_layers.embed calls it"
+    return [importlib.import_module(cls.__module__) for cls in model.__mro__ if ".models." in cls.__module__]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decoder_layers_are_what_the_host_runs(architecture: str):
-    registry = resolve("vllm.model_executor.models.registry:ModelRegistry")
-    module = importlib.import_module(registry.models[architecture].module_name)
-    family = architecture.removesuffix("ForCausalLM")
-    path = f"{module.__name__}:{family}"
-    for cls, attribute in (("ForCausalLM", "model"), ("Model", "layers"), ("DecoderLayer", "self_attn")):
-        assert has(path + cls, attribute), f"ModelHost reads model.model.layers[i].self_attn.attn: no {attribute}"
-    assert has(path + "Attention", "attn"), "ModelHost reads self_attn.attn"
-    assert has(path + "ForCausalLM", "embed_input_ids"), "ModelHost.embed calls embed_input_ids(token_ids)"
-    layer = inspect.signature(getattr(module, f"{family}DecoderLayer").forward)
-    first, rest = list(layer.parameters)[1:4], list(layer.parameters.values())[4:]
-    assert first == ["positions", "hidden_states", "residual"], "ModelHost calls layer(positions, hidden, residual)"
-    assert all(p.default is not p.empty for p in rest), f"ModelHost passes three arguments only: {layer}"
-    source = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, f"{family}Attention").forward)))
-    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self.attn"]
-    assert [ast.unparse(call) for call in calls] == ["self.attn(q, k, v)"], "ModelHost's hook takes (q, k, v) by place"
+    modules = modules_of(architecture)
+    if not modules:
+        assert has(f"{TRANSFORMERS}.base:Base", "embed_input_ids"), "decoder_layers.embed calls it"
+        forward = inspect.signature(resolve(f"{TRANSFORMERS}:vllm_attention_forward"))
+        assert list(forward.parameters)[:4] == ["module", "query", "key", "value"]
+        return
+    layers = [c for m in modules for n, c in vars(m).items() if re.search(r"(DecoderLayer|TransformerBlock)$", n)]
+    layer = inspect.signature(layers[0].forward)
+    assert {"positions", "hidden_states"} <= set(layer.parameters), "DecoderLayer calls it by these names"
+    rest = [p for n, p in layer.parameters.items() if n not in ("self", "positions", "hidden_states", "residual")]
+    assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in rest), f"more is wanted: {layer}"
+    calls = {
+        ast.unparse(n) for m in modules for n in ast.walk(ast.parse(inspect.getsource(m))) if isinstance(n, ast.Call)
+    }
+    assert "self.attn(q, k, v)" in calls, "ModelHost is shown (query, key, value) by place"
 
 
 def test_given_answers_come_behind_the_models_log_probabilities():

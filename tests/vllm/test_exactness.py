@@ -62,7 +62,7 @@ class Amended(Policy):
             computed = ctx.kv(layer, grafted)
             ctx.graft(range(layer, layer + 1))
             keys, values = (new - old for new, old in zip(computed, ctx.kv(layer, grafted), strict=True))
-            ctx.add(layer, grafted, ctx.turning(positions)(ctx.turning(-positions)(keys)), values)
+            ctx.add(layer, grafted, ctx.turning(positions)(layer, ctx.turning(-positions)(layer, keys)), values)
         return hidden
 
 
@@ -164,7 +164,7 @@ def test_a_graft_is_its_source_moved(host: Host, moved: int):
     assert grafted[0] == len(before) + moved
     assert answer.grafted == grafted[1] - grafted[0] == 288
     assert torch.equal(values[:, grafted[0] : grafted[1]], written[1])
-    cos, sin = host.model.rope.table(torch.full((288,), moved))
+    cos, sin = host.model.plain_rope.table(torch.full((288,), moved))
     turned = torch.stack([rotate(layer, cos, sin) for layer in written[0]])
     torch.testing.assert_close(keys[:, grafted[0] : grafted[1]], turned, atol=1e-5, rtol=0)
 

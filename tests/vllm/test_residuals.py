@@ -22,7 +22,7 @@ GRAFT = {"policy": "sparsex", "boundary_layers": 2, "shallow": "fresh", "recompu
 @pytest.fixture
 def keeping(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """Keeps residual streams, and gives its blocks out in order: the lowest first."""
-    model, hooks = host.model, [dict(layer._forward_pre_hooks) for layer in host.model.layers]
+    model, hooks = host.model, [dict(layer.module._forward_pre_hooks) for layer in host.model.layers]
     names = [attention.layer_name for attention in model.attentions]
     width = model.config.model_config.get_hidden_size()
     streams = ResidualStreams(model.layers, names, EXITS, (NUM_BLOCKS + 1) * BLOCK, width, model.dtype, model.device)
@@ -33,8 +33,8 @@ def keeping(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     yield host
     host.queue.library.store.clear()
     for layer, before in zip(model.layers, hooks, strict=True):
-        layer._forward_pre_hooks.clear()
-        layer._forward_pre_hooks.update(before)
+        layer.module._forward_pre_hooks.clear()
+        layer.module._forward_pre_hooks.update(before)
 
 
 def cached(host: Host) -> dict[int, Any]:

@@ -12,6 +12,7 @@ from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap
+from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Heads, Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
@@ -60,7 +61,7 @@ class NativePrefill(PagedPrefill):
         sources: Tensor,
         head_map: HeadMap | None = None,
     ) -> None:
-        super().__init__(plan, slots, decoder.config.attention_scale, decoder.config.rope)
+        super().__init__(plan, slots, decoder.config.attention_scale)
         self.num_layers = decoder.config.num_layers
         self.num_kv_heads = decoder.config.num_kv_heads
         self.head_map = head_map
@@ -83,7 +84,7 @@ class NativePrefill(PagedPrefill):
             return
         with self._timed("align"):
             _, targets, shifts = self._graft_slots()
-            cos, sin = self._rope.table(shifts)
+            cos, sin = self._decoder.config.rope.table(shifts)
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
                 has = source >= 0
@@ -142,6 +143,10 @@ class NativePrefill(PagedPrefill):
         seen = torch.tensor([int((positions + 1).sum()) for positions in self._rows_of(queries)])
         self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
         return super().scores(index, queries, reduction)
+
+    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        cos, sin = self._decoder.config.rope.table(shifts.to(self._decoder.device))
+        return lambda index, keys: rotate(keys, cos, sin)
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._cache.read_keys(index, slots)

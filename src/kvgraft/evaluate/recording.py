@@ -139,7 +139,7 @@ class Recording(PrefillContext):
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.kv(index, where)
 
-    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
+    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._inner.turning(shifts)
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:

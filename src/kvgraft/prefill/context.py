@@ -58,6 +58,7 @@ class PrefillContext(ABC):
         head_map: classes of the model's KV heads, if the host has them.
         head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
         residual_layers: layers of which the host keeps the residual stream that enters them.
+        local_layers: layers whose queries see a window that some prompt is longer than.
         counts: of each prompt what a policy wants counted, by name; the host reports it.
     """
 
@@ -68,7 +69,14 @@ class PrefillContext(ABC):
     head_map: HeadMap | None = None
     head_paging: bool = False
     residual_layers: tuple[int, ...] = ()
+    local_layers: frozenset[int] = frozenset()
     counts: Sequence[Counter[str]]
+
+    @property
+    def scoring_layers(self) -> list[int]:
+        """Layers whose attention tells what a prompt needs: those that see all of it, if there are any."""
+        layers = range(self.num_layers)
+        return [index for index in layers if index not in self.local_layers] or list(layers)
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:
@@ -116,9 +124,9 @@ class PrefillContext(ABC):
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         """The same with the values: [n, Hkv, d] each."""
 
-    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
-        """What gives rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64 [n] further
-        on (delta-RoPE, SparseX 3.1). Not every host has it."""
+    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """What gives a layer's rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64
+        [n] further on (delta-RoPE, SparseX 3.1). Not every host has it."""
         raise NotImplementedError("this host turns no keys")
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:

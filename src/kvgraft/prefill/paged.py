@@ -2,14 +2,12 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
-from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
@@ -22,7 +20,6 @@ class PagedPrefill(PrefillContext):
         slots: per prompt, int64 [..., >= its length] slots of its positions, on the cache's device; [page lists, T] if
             heads have lists of their own.
         scale: of the attention logits.
-        rope: by which its keys are rotated.
 
     Attributes:
         times: seconds spent in align, dense, select and sparse work.
@@ -30,7 +27,7 @@ class PagedPrefill(PrefillContext):
         rejected: bool [T], grafted tokens that the policy would not trust.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float, rope: Rope) -> None:
+    def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
         self.plan = plan
         self.block_size = plan.block_size
         self.counts = [Counter() for _ in plan.lengths]
@@ -40,7 +37,6 @@ class PagedPrefill(PrefillContext):
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
         self._scale = scale
-        self._rope = rope
         self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
 
     @abstractmethod
@@ -63,10 +59,6 @@ class PagedPrefill(PrefillContext):
 
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         return self._kv_at(index, self._slots_of(where))
-
-    def turning(self, shifts: Tensor) -> Callable[[Tensor], Tensor]:
-        cos, sin = self._rope.table(shifts.to(self._slots[0].device))
-        return partial(rotate, cos=cos, sin=sin)
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         if bool((where & ~self.plan.grafted).any()):

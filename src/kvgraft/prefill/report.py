@@ -31,6 +31,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
     "invalid_params": "its kv_transfer_params could not be read",
     "residual_stream": "the residual stream of a layer that its policy needs is not kept: --kvgraft-residual-layers",
     "tensor_parallel": "its policy needs all heads or all logits on one rank",
+    "unsupported_model": "its policy keeps a part of documents, which only models of plain attention can",
     "repetition_penalty": "its policy keeps a part of the prompt, and the penalty needs all of it",
     "lora": "it uses a LoRA adapter",
     "multimodal": "it has images, audio or video",

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvgraft.kv.rope import rotate
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
 
@@ -33,7 +32,7 @@ class VllmLayers(LayerHost):
 
     def __init__(self, host: ModelHost, slots: Tensor, spend: Callable[[int], bool]) -> None:
         self.num_layers, self.num_kv_heads, self.head_dim = host.num_layers, host.num_kv_heads, host.head_dim
-        self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.rope
+        self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.plain_rope
         self.scale = host.scale
         self._host, self._slots, self._spend = host, slots, spend
 
@@ -66,8 +65,8 @@ class VllmLayers(LayerHost):
         """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on with the position
         behind the last kept token: then all distances are those of the whole prompt."""
         places = torch.arange(num_kept, device=self.device)
-        cos, sin = self.rope.table(torch.tensor([-num_dropped], device=self.device))
+        turn = self._host.turning(torch.tensor([-num_dropped], device=self.device))
         for index in range(self.num_layers):
             self._spend(0)
             keys, values = self.read(index, places)
-            self.write(index, places, rotate(keys, cos, sin), values)
+            self.write(index, places, turn(index, keys), values)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
@@ -29,7 +28,7 @@ class PrefillChunk:
     positions: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]
     runs: list[tuple[int, int, int]]  # prompt, first position, stop position
-    metadata: Any = None
+    metadata: list[Any] | None = None
 
 
 class VllmPrefill(PagedPrefill):
@@ -54,10 +53,13 @@ class VllmPrefill(PagedPrefill):
     ) -> None:
         offsets = np.arange(plan.block_size)
         slots = [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()) for table in tables]
-        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale, host.rope)
+        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
         self.residual_layers = host.residuals.residual_layers
+        longest = max(plan.lengths)
+        windows = enumerate(host.windows)
+        self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
         self._host = host
         self._token_ids = token_ids
         self._tables = tables
@@ -75,12 +77,12 @@ class VllmPrefill(PagedPrefill):
         source, target, shifts = self._graft_slots()
         for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
             blocks, local = self._host.blocks_of(old)
-            cos, sin = self._rope.table(shift)
+            turn = self._host.turning(shift)
             for index in layers:
                 self._spend(old.numel() // ALIGN_COST)
                 with self._timed("align"):
                     keys, values = self._host.read_blocks(index, blocks, local)
-                    self._host.write(index, rotate(keys, cos, sin), values, new)
+                    self._host.write(index, turn(index, keys), values, new)
             self._host.residuals.copy(old, new)
 
     def residual(self, index: int, where: Tensor) -> Hidden:
@@ -122,6 +124,9 @@ class VllmPrefill(PagedPrefill):
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol, over the heads of all tensor-parallel ranks."""
         return self._host.agree(super().scores(index, queries, reduction), reduction).cpu()
+
+    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        return self._host.turning(shifts.to(self._host.device))
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._host.read(index, slots)[0]

@@ -38,6 +38,7 @@ class Prophet(SelectsByAttention):
         hidden, scores = ctx.embed(plan.fresh), torch.zeros(plan.num_tokens)
         for index in layers:
             hidden = ctx.layer(index, hidden)
-            scores += self.score(ctx, index, self.asking(plan))
+            if index in ctx.scoring_layers:
+                scores += self.score(ctx, index, self.asking(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         return ctx.run(layers, ctx.embed(plan.fresh | chosen))

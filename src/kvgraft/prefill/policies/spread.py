@@ -71,9 +71,9 @@ class Spread(SelectsInRounds):
 
         def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
             keys, values = (new - old for new, old in zip(ctx.kv(index, telling), before, strict=True))
-            both = self.spread_share * near.between(torch.cat([back(keys), values], -1))
+            both = self.spread_share * near.between(torch.cat([back(index, keys), values], -1))
             keys, values = both.split([keys.shape[-1], values.shape[-1]], -1)
-            ctx.add(index, near.where, forth(keys), values)
+            ctx.add(index, near.where, forth(index, keys), values)
 
         for index in range(ctx.num_layers):
             hidden = ctx.layer(index, hidden, partial(spread, index, copied.of(index, telling)))
@@ -81,17 +81,18 @@ class Spread(SelectsInRounds):
 
     def _choose(self, ctx: PrefillContext, copied: "Copied") -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
-        layers = min(self.score_layers, ctx.num_layers)
+        scored = ctx.scoring_layers[: self.score_layers]
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
             hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
-            for index in range(layers):
+            for index in range(scored[-1] + 1):
                 copied.keep(index, computed & ctx.plan.grafted)
-                if index < layers - 1:
+                if index < scored[-1]:
                     hidden = ctx.layer(index, hidden)
                 else:
                     ctx.project(index, hidden)
-                scores += self.score(ctx, index, asking)
+                if index in scored:
+                    scores += self.score(ctx, index, asking)
             return scores
 
         return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens, self.start_share), score)

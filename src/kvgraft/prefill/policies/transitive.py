@@ -35,7 +35,8 @@ class Transitive(SelectsInRounds):
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft everything, probe and hop, then recompute fresh and chosen tokens."""
         plan, layers = ctx.plan, range(ctx.num_layers)
-        probe = min(count_layers(self.probe_layers, self.probe_share, ctx.num_layers), ctx.num_layers - 1)
+        least = count_layers(self.probe_layers, self.probe_share, ctx.num_layers)
+        probe = next((index for index in ctx.scoring_layers if index >= least), ctx.scoring_layers[-1])
         ctx.graft(layers)
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:

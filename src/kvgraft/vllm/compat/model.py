@@ -13,11 +13,15 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.kv.rope import Rope
+from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
-from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
+from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.compat.turning import turning_of
 
 NO_SLOT = -1  # vLLM's slot of padding
+TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
 
 
 class _Stop(Exception):
@@ -38,38 +42,53 @@ class ModelHost:
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
         self.device: torch.device = runner.device
-        model = runner.get_model()
-        self._embed = model.embed_input_ids
-        self.layers = list(model.model.layers)
-        self.attentions = [layer.self_attn.attn for layer in self.layers]
+        self._model = runner.get_model()
+        self.layers = layers_of(self._model)
+        self.attentions = [layer.attention for layer in self.layers]
         self.num_layers = len(self.layers)
         self.num_kv_heads = self.attentions[0].num_kv_heads
         self.head_dim = self.attentions[0].head_size
         self.dtype: torch.dtype = self.config.model_config.dtype
         self.scale = float(self.attentions[0].impl.scale)
-        self.rope = model_rope(self.config)
+        self.turnings = [
+            turning_of(self.config, layer.rotary, index, self.head_dim) for index, layer in enumerate(self.layers)
+        ]
+        self.windows = [window_of(attention) for attention in self.attentions]
         self.block_size = int(self.config.cache_config.block_size)
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
-        self._builder = runner.attn_groups[0][0].get_metadata_builder()
-        self._kernel_block_size = int(self._builder.kv_cache_spec.block_size)
-        self._check_layout()
-        self._model = model
+        self._builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
         names = [attention.layer_name for attention in self.attentions]
+        places = {name: at for at, builder in enumerate(self._builders) for name in builder.layer_names}
+        self._builder_of = [places[name] for name in names]
+        self._kernel_block_size = int(self._builders[0].kv_cache_spec.block_size)
+        self._check_layout()
+        self._check_turning()
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
         self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
 
+    @property
+    def plain_rope(self) -> Rope:
+        """By which all layers turn all channels of their keys; ValueError if they do not."""
+        [turning, *others] = set(self.turnings)
+        if others or turning.rope is None or not turning.is_plain:
+            raise ValueError("the layers of this model turn their keys in different ways")
+        return turning.rope
+
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
-        hidden, _ = self._model.model.norm(states[:, 0].contiguous(), states[:, 1].contiguous())
-        return self._model.compute_logits(hidden).float()
+        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
+        normed = output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
+        return self._model.compute_logits(normed).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
-        return self._embed(token_ids)
+        return embed(self._model, token_ids)
 
-    def metadata(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
-        """Attention metadata of runs as pseudo-sequences, from the backend's own (dense) builder.
+    def metadata(
+        self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
+    ) -> list[Any]:
+        """Attention metadata of runs as pseudo-sequences, from the backends' own (dense) builders, for `run_layer`.
 
         Args:
             queries: per run (prompt, first position, stop position).
@@ -98,12 +117,12 @@ class ModelHost:
             seq_lens_cpu_upper_bound=seen,
             is_prefilling=torch.ones(len(queries), dtype=torch.bool),
         )
-        return self._builder.build(0, common, fast_build=True)
+        return [builder.build(0, common, fast_build=True) for builder in self._builders]
 
     def run_layer(
         self,
         index: int,
-        metadata: Any,
+        metadata: Sequence[Any],
         slots: Tensor,
         positions: Tensor,
         hidden: Tensor,
@@ -119,7 +138,7 @@ class ModelHost:
                 self.write(index, self._by_head(key), self._by_head(value), slots)  # as the attention is about to
                 before_attention()
 
-        with self._context(metadata, slots), self._watch(index, watch):
+        with self._context(index, slots, metadata[self._builder_of[index]]), self._watch(index, watch):
             hidden, residual = self.layers[index](positions, hidden, residual)
         return hidden, residual, self._by_head(seen[0])
 
@@ -132,7 +151,7 @@ class ModelHost:
             seen.append(query)
             raise _Stop
 
-        with self._context(None, slots), self._watch(index, stop), suppress(_Stop):
+        with self._context(index, slots), self._watch(index, stop), suppress(_Stop):
             self.layers[index](positions, hidden, residual)
         return self._by_head(seen[0])
 
@@ -148,7 +167,6 @@ class ModelHost:
         keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there the layer ends. The cache stays as it is,
         and so do the residual streams: these tokens have no slots.
         """
-        attention = self.attentions[index]
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
             attended = attend(*map(self._by_head, (query, key, value)))
@@ -156,15 +174,15 @@ class ModelHost:
                 raise _Stop
             return attended.flatten(1)
 
-        attention.forward = forward  # of this module object alone, until the layer is done
-        try:
-            with self._context(None, torch.full_like(positions, NO_SLOT)):
-                after: tuple[Tensor, Tensor] = self.layers[index](positions, hidden, residual)
-                return after
-        except _Stop:
-            return None
-        finally:
-            del attention.forward
+        layer = self.layers[index]
+        with self._context(index, torch.full_like(positions, NO_SLOT)), layer.attending(forward), suppress(_Stop):
+            return layer(positions, hidden, residual)
+        return None
+
+    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
+        angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
+        return lambda index, keys: self.turnings[index].turn(keys, angles[self.turnings[index]])
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in these slots, each [n, Hkv, d]."""
@@ -226,27 +244,49 @@ class ModelHost:
             name = type(self.attentions[0].impl).__name__
             raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name}")
 
+    def _check_turning(self) -> None:
+        """Compute keys of the same states at two places, and turn those of the first to the second."""
+        generator, count = torch.Generator().manual_seed(0), 8
+        last = self.config.model_config.max_model_len - count
+        tokens = torch.randint(self.config.model_config.get_vocab_size(), (count,), generator=generator)
+        hidden, first = self.embed(tokens.to(self.device)), torch.arange(count, device=self.device)
+        turn = self.turning(torch.full_like(first, last))
+        for index in range(self.num_layers):
+            keys = [self._keys_of(index, at, hidden) for at in (first, first + last)]
+            turned = turn(index, keys[0])
+            if (turned - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[1].norm():
+                raise UnsupportedConfiguration(
+                    f"KVGraft cannot turn the keys of layer {index}: RoPE is not as it seems"
+                )
+
+    def _keys_of(self, index: int, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Keys [n, Hkv, d] of hidden states [n, D] that enter a layer at these positions."""
+        seen: list[Tensor] = []
+        residual = torch.zeros_like(hidden) if index else None
+        self.run_around(index, positions, hidden.clone(), residual, lambda query, key, value: seen.append(key))
+        return seen[0].float()
+
     def _by_head(self, rows: Tensor) -> Tensor:
         return rows.view(rows.shape[0], -1, self.head_dim)
 
     @contextmanager
-    def _context(self, metadata: Any, slots: Tensor) -> Iterator[None]:
-        names = [attention.layer_name for attention in self.attentions]
-        by_layer = dict.fromkeys(names, metadata) if metadata is not None else None
+    def _context(self, index: int, slots: Tensor, metadata: Any = None) -> Iterator[None]:
+        name = self.attentions[index].layer_name
+        by_layer = None if metadata is None else {name: metadata}
         with set_forward_context(
-            by_layer,
-            self.config,
-            num_tokens=slots.numel(),
-            slot_mapping=dict.fromkeys(names, slots),
-            skip_compiled=True,
+            by_layer, self.config, num_tokens=slots.numel(), slot_mapping={name: slots}, skip_compiled=True
         ):
             yield
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:
-        """Show a layer's queries, keys and values to `seen`. The hook is gone afterwards: no compiled graph has it."""
-        hook = self.attentions[index].register_forward_pre_hook(lambda _, given: seen(*given))
-        try:
+        """Show a layer's queries, keys and values to `seen` before it attends."""
+        attend = self.attentions[index].forward
+
+        def forward(*given: Any, **named: Any) -> Tensor:
+            seen(*given)
+            attended: Tensor = attend(*given, **named)
+            return attended
+
+        with self.layers[index].attending(forward):
             yield
-        finally:
-            hook.remove()

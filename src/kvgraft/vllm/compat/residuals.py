@@ -1,11 +1,12 @@
 """What enters chosen layers of vLLM's model, kept for every slot of its cache (cross-query reuse)."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.forward_context import get_forward_context
+
+from kvgraft.vllm.compat.decoder_layers import DecoderLayer
 
 
 class ResidualStreams:
@@ -15,7 +16,7 @@ class ResidualStreams:
     compiled graph would pass it by.
 
     Args:
-        layers: the decoder layers of the model, called as `layer(positions, hidden, residual)`.
+        layers: the decoder layers of the model.
         names: of their attention layers, by which the forward context knows the slots of a step.
         residual_layers: which of them.
         num_slots: of the cache.
@@ -23,7 +24,7 @@ class ResidualStreams:
 
     def __init__(
         self,
-        layers: list[nn.Module],
+        layers: list[DecoderLayer],
         names: list[str],
         residual_layers: Iterable[int],
         num_slots: int,
@@ -35,7 +36,11 @@ class ResidualStreams:
         shape = (num_slots + 1, hidden_size)  # the last row is for padding, whose slot is -1
         self.states = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in sorted(residual_layers)}
         for layer in self.states:
-            layers[layer].register_forward_pre_hook(lambda _, given, layer=layer: self._keep(layer, *given))
+            enters = layers[layer].entering
+            layers[layer].module.register_forward_pre_hook(
+                lambda _, given, named, layer=layer, enters=enters: self._keep(layer, enters(given, named)),
+                with_kwargs=True,
+            )
 
     @property
     def residual_layers(self) -> tuple[int, ...]:
@@ -52,7 +57,7 @@ class ResidualStreams:
         for states in self.states.values():
             states[target] = states[source]
 
-    def _keep(self, layer: int, positions: Tensor, hidden: Tensor, residual: Tensor | None, *_: Any) -> None:
+    def _keep(self, layer: int, entering: Tensor) -> None:
         slots = get_forward_context().slot_mapping
         if isinstance(slots, dict) and (mine := slots.get(self.names[layer])) is not None:
-            self.states[layer][mine] = hidden if residual is None else hidden + residual
+            self.states[layer][mine] = entering

@@ -13,10 +13,35 @@ from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
+from kvgraft.vllm.compat.turning import rope_parameters
 from kvgraft.vllm.settings import KVGraftSettings
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PLAIN = (  # attention to the whole prompt, every channel of a head turning: what `samkv` and `condense` can compute
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+)
+ARCHITECTURES = (
+    *PLAIN,
+    "Olmo3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Llama4ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
 
 
@@ -101,7 +126,8 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
     if getattr(text, "dual_chunk_attention_config", None):
         yield "dual chunk attention"
     try:
-        model_rope(config)
+        for layer in range(text.num_hidden_layers):
+            Rope.from_parameters(model.get_head_size(), rope_parameters(text, layer), max_position=model.max_model_len)
     except (ValueError, AttributeError, TypeError) as error:
         yield str(error)
     if config.lora_config is not None:
@@ -157,8 +183,11 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
-        yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        yield (
+            f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported "
+            "(--disable-hybrid-kv-cache-manager makes one of layers with and without windows)"
+        )
 
 
 def model_identity(config: VllmConfig, *, lasting: bool) -> str:
@@ -179,6 +208,10 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
     return f"{checkpoint}/{model.dtype}/{config.parallel_config.world_size}"
 
 
-def model_rope(config: VllmConfig) -> Rope:
-    """The model's rotary frequencies; ValueError if they are not static."""
-    return Rope.from_parameters(config.model_config.get_head_size(), config.model_config.hf_text_config.rope_parameters)
+def is_plain(config: VllmConfig) -> bool:
+    """Whether all layers see the whole prompt and turn all channels of their keys: what documents need."""
+    text = config.model_config.hf_text_config
+    partial = (text.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    slides = windows or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
+    return config.model_config.architecture in PLAIN and partial == 1.0 and not slides

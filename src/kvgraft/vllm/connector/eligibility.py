@@ -10,6 +10,7 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Similar
 from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat.given_answers import check_answer
+from kvgraft.vllm.compat.support import is_plain
 from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 
@@ -31,6 +32,7 @@ class ReuseEligibility:
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._residual_layers = residual_layers
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
+        self._is_plain = is_plain(config)
 
     def of(self, request: Any) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
         """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
@@ -51,23 +53,25 @@ class ReuseEligibility:
         if (because := params.get(EXACT_BECAUSE)) in REFUSALS:
             return options, because, ()
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
-        return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks), salts
+        return options, "residual_stream" if missing else self._refusal(request, options), salts
 
-
-def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | None:
-    """Why a request must not graft, or None."""
-    keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
-    checks = {
-        "off": not options.reuse,
-        "policy_full": not (options.policy.uses_grafts or keeps),
-        # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
-        "tensor_parallel": num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
-        "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
-        "lora": request.lora_request is not None,
-        "multimodal": bool(request.mm_features),
-        "prompt_embeds": request.prompt_embeds is not None,
-        "prompt_logprobs": request.skip_reading_prefix_cache,
-        "pooling": request.pooling_params is not None,
-        "streaming_session": request.resumable,
-    }
-    return next((reason for reason, applies in checks.items() if applies), None)
+    def _refusal(self, request: Any, options: RequestOptions) -> str | None:
+        """Why a request must not graft, or None."""
+        keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
+        checks = {
+            "off": not options.reuse,
+            "policy_full": not (options.policy.uses_grafts or keeps),
+            # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
+            "tensor_parallel": self._num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
+            "unsupported_model": keeps and not self._is_plain,
+            "repetition_penalty": keeps
+            and sampling is not None
+            and sampling.repetition_penalty != 1.0,  # of the prompt
+            "lora": request.lora_request is not None,
+            "multimodal": bool(request.mm_features),
+            "prompt_embeds": request.prompt_embeds is not None,
+            "prompt_logprobs": request.skip_reading_prefix_cache,
+            "pooling": request.pooling_params is not None,
+            "streaming_session": request.resumable,
+        }
+        return next((reason for reason, applies in checks.items() if applies), None)

@@ -1,0 +1,113 @@
+"""The decoder layers of vLLM's model classes, called alike, whatever the family."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+
+
+class DecoderLayer:
+    """One decoder layer.
+
+    Most families keep a hidden state and a residual apart, which their next norm adds; others one sum (Granite, and all
+    that vLLM runs through transformers). Here every layer has both; with one sum the residual is zero.
+
+    Attributes:
+        attention: vLLM's attention layer in it, which knows its part of the cache.
+        rotary: what rotates its queries and keys; None if nothing does.
+
+    Raises:
+        ValueError: there is not one attention layer in it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [part for part in module.modules() if isinstance(part, Attention)]
+        if len(found) != 1:
+            raise ValueError(f"{type(module).__name__} has {len(found)} attention layers: only one is supported")
+        self.module = module
+        self.attention: Any = found[0]
+        self.rotary: Any = next((part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")), None)
+        self._signature = inspect.signature(module.forward)
+        self.keeps_residual = "residual" in self._signature.parameters
+
+    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Positions int64 [n]; hidden and residual [n, D], the latter None before the first layer -> both [n, D]."""
+        if self.keeps_residual:
+            after: tuple[Tensor, Tensor] = self.module(positions=positions, hidden_states=hidden, residual=residual)
+            return after
+        states = self.module(positions=positions, hidden_states=hidden)
+        return states, torch.zeros_like(states)
+
+    def entering(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+        """The residual stream [n, D] that enters the layer, by the arguments of its call."""
+        arguments = self._signature.bind(*given, **named).arguments
+        hidden: Tensor = arguments["hidden_states"]
+        residual = arguments.get("residual")
+        return hidden if residual is None else hidden + residual
+
+    @contextmanager
+    def attending(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Have this in the place of the attention layer's own `forward`, which it may call."""
+        self.attention.forward = forward  # of this module object alone, and no compiled graph has it
+        try:
+            yield
+        finally:
+            del self.attention.forward
+
+
+class TransformersLayer(DecoderLayer):
+    """One that vLLM runs through its transformers backend (OLMo 2 and 3).
+
+    Args:
+        rotary: of the model, which gives a layer its cosines and sines.
+        kind: of the layer, where kinds have frequencies of their own.
+    """
+
+    def __init__(self, module: nn.Module, rotary: nn.Module, kind: str) -> None:
+        super().__init__(module)
+        self.rotary = rotary
+        by_kind = len(inspect.signature(rotary.forward).parameters) > 2
+        self._rotary = partial(rotary, layer_type=kind) if by_kind else rotary
+
+    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        states, places = hidden[None], positions[None]
+        states = self.module(
+            states, attention_mask=None, position_ids=places, position_embeddings=self._rotary(states, places)
+        )[0]
+        return states, torch.zeros_like(states)
+
+    def entering(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+        return super().entering(given, named)[0]
+
+
+def layers_of(model: Any) -> list[DecoderLayer]:
+    """The decoder layers of a loaded model."""
+    inner = model.model
+    if not hasattr(inner, "rotary_emb"):
+        return [DecoderLayer(layer) for layer in inner.layers]
+    kinds = getattr(inner.config, "layer_types", None) or ["full_attention"] * len(inner.layers)
+    return [TransformersLayer(*each) for each in zip(inner.layers, [inner.rotary_emb] * len(kinds), kinds, strict=True)]
+
+
+def window_of(attention: Any) -> int | None:
+    """How many tokens back an attention layer sees; None: all."""
+    window = getattr(attention, "sliding_window", None) or getattr(attention, "attention_chunk_size", None)
+    return None if window is None else int(window)
+
+
+def embed(model: Any, token_ids: Tensor) -> Tensor:
+    """What enters the first layer: int64 [n] -> [n, D]."""
+    states: Tensor = model.embed_input_ids(token_ids)
+    return states * getattr(model.model.config, "embedding_multiplier", 1.0)  # Granite
+
+
+def output_states(model: Any, hidden: Tensor, residual: Tensor, *, keeps_residual: bool) -> Tensor:
+    """The final norm of what has left the last layer, [n, D] each -> [n, D]."""
+    norm = model.model.norm
+    normed: Tensor = norm(hidden, residual)[0] if keeps_residual else norm(hidden)
+    return normed

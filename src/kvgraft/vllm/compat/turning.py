@@ -1,0 +1,79 @@
+"""How the keys of each layer turn with their position: delta-RoPE on vLLM's cache, for every family (SparseX 3.1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+
+from kvgraft.kv.rope import Rope, rotate
+
+Angles = tuple[Tensor, Tensor] | None  # cosines and sines [n, d / 2] of shifts; None where nothing turns
+
+
+@dataclass(frozen=True)
+class KeyTurning:
+    """The channels of a layer's keys that turn, and how fast.
+
+    Attributes:
+        rope: frequencies of these channels; None where keys know no position (NoPE).
+        first: of these channels.
+        interleaved: whether channel 2i turns with 2i + 1, not i with the one in the other half.
+    """
+
+    rope: Rope | None
+    first: int = 0
+    interleaved: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all channels turn, in halves."""
+        return self.rope is not None and self.first == 0 and not self.interleaved
+
+    def angles(self, shifts: Tensor) -> Angles:
+        """Of shifts int64 [n]; the same for all layers that turn alike."""
+        return None if self.rope is None else self.rope.table(shifts)
+
+    def turn(self, keys: Tensor, angles: Angles) -> Tensor:
+        """Keys [n, Hkv, d], or differences of such, turned by these angles; computed in float32."""
+        if self.rope is None or angles is None:
+            return keys
+        stop = self.first + self.rope.head_dim
+        turning = keys[..., self.first : stop]
+        if self.interleaved:
+            turned = rotate(turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *angles)
+            turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        else:
+            turned = rotate(turning, *angles)
+        return torch.cat((keys[..., : self.first], turned, keys[..., stop:]), -1)
+
+
+def turning_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> KeyTurning:
+    """How the keys of a layer turn, by the model's config.
+
+    Args:
+        rotary: vLLM's module that rotates them, or that of transformers; None if nothing does.
+        head_dim: of a cached key.
+
+    Raises:
+        ValueError: frequencies that are not static.
+    """
+    if rotary is None:
+        return KeyTurning(None)
+    text = config.model_config.hf_text_config
+    size = int(getattr(rotary, "rotary_dim", head_dim))
+    within = int(getattr(rotary, "head_size", head_dim))  # less where only the last channels are its business
+    rope = Rope.from_parameters(size, rope_parameters(text, layer), max_position=config.model_config.max_model_len)
+    return KeyTurning(rope, head_dim - within, not getattr(rotary, "is_neox_style", True))
+
+
+def rope_parameters(text: Any, layer: int) -> dict[str, Any]:
+    """Those of a layer: families with windows have some for each kind of layer. What part of a head turns is left out:
+    the module that rotates knows it."""
+    given: Mapping[str, Any] = text.rope_parameters or {}
+    kinds = getattr(text, "layer_types", None) or ()
+    if kinds and set(given) & set(kinds):
+        given = given[kinds[layer]]
+    return {name: value for name, value in given.items() if name != "partial_rotary_factor"}
