@@ -7,18 +7,27 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.vllm.groups import CacheGroups
+
 
 class SharedPool:
     """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
+
+    Who holds a page of the main group holds its counterparts in the other ones, and it is live as long as they are.
+
+    Args:
+        blocks: vLLM's block pool.
+        groups: vLLM's KV cache groups.
 
     Attributes:
         block_size: tokens of a page.
         hit_counts: int64 [pages], how often each page was a graft source or an exact hit.
     """
 
-    def __init__(self, blocks: Any, block_size: int) -> None:
+    def __init__(self, blocks: Any, block_size: int, groups: CacheGroups) -> None:
         self._pool = blocks  # vllm.v1.core.block_pool.BlockPool
-        self.block_size = block_size
+        self.block_size, self.groups = block_size, groups
+        self._held: dict[int, list[tuple[int, ...]]] = {}  # by page: its counterparts, each time that it is held
         self.hit_counts = np.zeros(blocks.num_gpu_blocks, np.int64)
 
     @property
@@ -42,16 +51,19 @@ class SharedPool:
 
     def find(self, block_hashes: Iterable[Any]) -> list[int]:
         """The pages that vLLM finds by these hashes."""
-        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in block_hashes)
+        found = (self._pool.get_cached_block(block_hash, [self.groups.main]) for block_hash in block_hashes)
         return [block[0].block_id for block in found if block]
 
     def num_cached(self, block_hashes: Iterable[Any]) -> int:
         """How many of these, from the first on, vLLM finds."""
-        return sum(1 for _ in takewhile(lambda block_hash: self._pool.get_cached_block(block_hash, [0]), block_hashes))
+        main = [self.groups.main]
+        return sum(1 for _ in takewhile(lambda found: self._pool.get_cached_block(found, main), block_hashes))
 
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds; ValueError if there are not so many."""
-        return [block.block_id for block in self._pool.get_new_blocks(count)]
+        pages = [block.block_id for block in self._pool.get_new_blocks(count)]
+        self._held |= {page: [()] for page in pages}
+        return pages
 
     def name(self, page: int, block_hash: Any) -> None:
         """Let vLLM find a page that we hold by this hash, as it finds its own."""
@@ -62,27 +74,38 @@ class SharedPool:
         """Let nobody find what these pages hold. Free ones become the first to be reclaimed, held ones when they are
         given back: vLLM reclaims pages that can be found last, and in the order of their last use."""
         for page in pages:
-            self.acquire([page])
-            self._pool.evict_blocks({page})
-            self.release([page])
+            for counterpart in (page, *(self.groups.counterparts(page) or ())):
+                self._forget(counterpart)
 
     def forget_hashes(self, block_hashes: Iterable[Any], own: Container[int] = (), keep: Container[int] = ()) -> None:
         """`forget` the pages that vLLM finds by these hashes, except those in `keep` and those that somebody holds;
         of pages in `own` one holder is who asks."""
         for block_hash in block_hashes:
-            while found := self._pool.get_cached_block(block_hash, [0]):
-                page = found[0].block_id
-                if page in keep or found[0].ref_cnt > (page in own):
-                    break
-                self.forget([page])
+            for group in (self.groups.main, *self.groups.others):
+                while found := self._pool.get_cached_block(block_hash, [group]):
+                    page = found[0].block_id
+                    if page in keep or found[0].ref_cnt > (page in own):
+                        break
+                    self._forget(page)
 
     def acquire(self, pages: Iterable[int]) -> None:
         """Hold pages, so that they stay what they are."""
-        self._pool.touch([self._pool.blocks[page] for page in pages])
+        for page in pages:
+            counterparts = self.groups.counterparts(page) or ()
+            self._held.setdefault(page, []).append(counterparts)
+            self._pool.touch([self._pool.blocks[held] for held in (page, *counterparts)])
 
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back; the last of a text is reclaimed first."""
-        self._pool.free_blocks([self._pool.blocks[page] for page in reversed(pages)])
+        for page in reversed(pages):
+            counterparts = self._held[page].pop()
+            if not self._held[page]:
+                del self._held[page]
+            self._pool.free_blocks([self._pool.blocks[held] for held in (page, *counterparts)])
+
+    def held(self, page: int) -> tuple[int, ...]:
+        """A page that is held, and its counterparts."""
+        return (page, *self._held[page][-1])
 
     def keep(self, pages: Sequence[int]) -> None:
         """Nothing to do: vLLM keeps what it knows by its hash until it is reclaimed."""
@@ -99,7 +122,15 @@ class SharedPool:
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
         """bool [n]: whether each page still holds what it held under that version."""
-        return (self.versions_of(pages.tolist()) == versions) & (versions != 0)
+        live = (self.versions_of(pages.tolist()) == versions) & (versions != 0)
+        if self.groups.others:
+            live[live] = [self.groups.counterparts(page) is not None for page in pages[live].tolist()]
+        return live
+
+    def _forget(self, page: int) -> None:
+        self._pool.touch([self._pool.blocks[page]])
+        self._pool.evict_blocks({page})
+        self._pool.free_blocks([self._pool.blocks[page]])
 
 
 def _version(block_hash: bytes | None) -> int:

@@ -26,7 +26,7 @@ class PrefillChunk:
 
     rows: slice
     positions: Tensor  # int64 [n]
-    slots: Tensor  # int64 [n]
+    slots: list[Tensor]  # by group, int64 [n]
     runs: list[tuple[int, int, int]]  # prompt, first position, stop position
     metadata: list[Any] | None = None
 
@@ -39,7 +39,8 @@ class VllmPrefill(PagedPrefill):
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
-        tables: per prompt its physical blocks, int [b].
+        tables: per prompt its physical blocks by group, int [b] each.
+        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups.
         spend: called before work with its cost in tokens (of one layer); True if other work of vLLM came between.
     """
 
@@ -48,12 +49,18 @@ class VllmPrefill(PagedPrefill):
         host: ModelHost,
         plan: Plan,
         token_ids: Tensor,
-        tables: Sequence[np.ndarray],
+        tables: Sequence[Sequence[np.ndarray]],
+        source_pages: np.ndarray,
         spend: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
         offsets = np.arange(plan.block_size)
-        slots = [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()) for table in tables]
-        super().__init__(plan, [s.to(host.device, torch.int64) for s in slots], host.scale)
+        self._tables = list(zip(*tables, strict=True))  # by group, by prompt
+        self._group_slots = [
+            [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()).to(host.device) for table in group]
+            for group in self._tables
+        ]
+        super().__init__(plan, self._group_slots[0], host.scale)
+        self._source_pages = torch.from_numpy(np.unique(source_pages, axis=0))
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
         self.residual_layers = host.residuals.residual_layers
@@ -62,7 +69,6 @@ class VllmPrefill(PagedPrefill):
         self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
         self._host = host
         self._token_ids = token_ids
-        self._tables = tables
         self._spend = spend
         self._where: Tensor | None = None
         self._chunks: list[PrefillChunk] = []
@@ -74,7 +80,15 @@ class VllmPrefill(PagedPrefill):
     def graft(self, layers: range) -> None:
         if not self.plan.graft_targets.numel():
             return
-        source, target, shifts = self._graft_slots()
+        for group in range(len(self._tables)):
+            self._graft(group, [index for index in layers if self._host.group_of[index] == group])
+
+    def _graft(self, group: int, layers: list[int]) -> None:
+        """Copy the KV of these layers, which share block tables."""
+        if not layers:
+            return
+        source, target, shifts = self._graft_slots(layers[0])
+        source = self._counterparts(group, source)
         for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
             blocks, local = self._host.blocks_of(old)
             turn = self._host.turning(shift)
@@ -85,8 +99,16 @@ class VllmPrefill(PagedPrefill):
                     self._host.write(index, turn(index, keys), values, new)
             self._host.residuals.copy(old, new)
 
+    def _counterparts(self, group: int, slots: Tensor) -> Tensor:
+        """Slots int64 [n] of sources in the main group -> in another one."""
+        if group == 0:
+            return slots
+        pages = self._source_pages.to(slots.device)
+        found = torch.searchsorted(pages[:, 0].contiguous(), slots // self.block_size)
+        return pages[found, group] * self.block_size + slots % self.block_size
+
     def residual(self, index: int, where: Tensor) -> Hidden:
-        return Hidden(self._host.residuals.read(index, self._slots_of(where)), where)
+        return Hidden(self._host.residuals.read(index, self._slots_of(index, where)), where)
 
     def logits(self, hidden: Hidden) -> Tensor:
         return self._host.logits(hidden.states)
@@ -104,8 +126,9 @@ class VllmPrefill(PagedPrefill):
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
                 before = entering(index, hidden.states[chunk.rows])
+                slots = chunk.slots[self._host.group_of[index]]
                 after = self._host.run_layer(
-                    index, chunk.metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
+                    index, chunk.metadata, slots, chunk.positions, *before, before_attention=before_attention
                 )
                 states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
                 queries.append(after[2])
@@ -118,12 +141,16 @@ class VllmPrefill(PagedPrefill):
         for chunk in self._chunks_of(hidden.where):
             with self._timed("select"):
                 before = entering(index, hidden.states[chunk.rows])
-                queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
+                slots = chunk.slots[self._host.group_of[index]]
+                queries.append(self._host.project(index, slots, chunk.positions, *before))
         self._query = (index, hidden.where, torch.cat(queries))
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol, over the heads of all tensor-parallel ranks."""
         return self._host.agree(super().scores(index, queries, reduction), reduction).cpu()
+
+    def _slots_at(self, index: int) -> Sequence[Tensor]:
+        return self._group_slots[self._host.group_of[index]]
 
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(shifts.to(self._host.device))
@@ -149,14 +176,17 @@ class VllmPrefill(PagedPrefill):
     def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
         device, total = self._host.device, sum(p.numel() for p in positions)
         where = torch.cat(list(positions)).to(device)
-        slots = torch.cat([s[p.to(device)] for s, p in zip(self._slots, positions, strict=True)])
+        slots = [
+            torch.cat([s[p.to(device)] for s, p in zip(group, positions, strict=True)]) for group in self._group_slots
+        ]
         prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
         edges = [*range(0, total, self._host.max_rows), total]
         flat = torch.cat(list(positions)).numpy()
         chunks = []
         for first, stop in pairwise(edges):
             runs = _runs(prompts[first:stop], flat[first:stop])
-            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], slots[first:stop], runs))
+            own = [part[first:stop] for part in slots]
+            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], own, runs))
         return chunks
 
     def _forget_metadata(self) -> None:
@@ -179,7 +209,9 @@ def measure_costs(host: ModelHost, max_length: int) -> Costs:
 
     def context(plan: Plan) -> VllmPrefill:
         tokens = torch.zeros(plan.num_tokens, dtype=torch.int64)
-        return VllmPrefill(host, plan, tokens, [blocks[: -(-plan.num_tokens // plan.block_size)]])
+        table = blocks[: -(-plan.num_tokens // plan.block_size)]
+        every = [table] * (1 + max(host.group_of))
+        return VllmPrefill(host, plan, tokens, [every], np.stack([table] * len(every), 1))
 
     length, on_gpu = min(max_length, len(blocks) * host.block_size), host.device.type == "cuda"
     return calibrate(context, host.num_layers, host.block_size, length, on_gpu=on_gpu)

@@ -28,15 +28,18 @@ class Job:
     policy: Policy
     plan: Plan
     token_ids: np.ndarray  # int64 [T]
-    blocks: np.ndarray  # int64 [ceil(T / block_size)], or as many as hold what is kept of documents
+    tables: tuple[np.ndarray, ...]  # by group int64 [ceil(T / block_size)]; of documents: what holds what is kept
+    source_pages: np.ndarray  # int64 [n, groups]: the pages that it grafts from, and their counterparts
     documents: tuple[range, ...] = ()
     scope: bytes = b""  # of what is read on its own
 
     @property
     def own_blocks(self) -> torch.Tensor:
         """The blocks that it writes to: no other request has them."""
-        hits = self.plan.prefix[:: self.plan.block_size].numpy()[: len(self.blocks)]
-        return torch.from_numpy(self.blocks[np.pad(~hits, (0, len(self.blocks) - len(hits)), constant_values=True)])
+        count = len(self.tables[0])
+        hits = self.plan.prefix[:: self.plan.block_size].numpy()[:count]
+        own = np.pad(~hits, (0, count - len(hits)), constant_values=True)
+        return torch.from_numpy(np.concatenate([table[own] for table in self.tables]))
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class RecoveryBatch:
 
     def _keep(self, policy: KeepsDocuments, job: Job) -> RecoveryResult:
         """One prompt of which a part is kept."""
-        slots = slots_of(job.blocks.tolist(), job.plan.block_size).to(self._host.device)
+        slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
         layers = VllmLayers(self._host, slots, self._spend)
         room = policy.num_kept([len(span) for span in job.documents]) + int(job.plan.fresh.sum())
         try:
@@ -110,7 +113,9 @@ class RecoveryBatch:
         """Jobs whose grafts are in the pool."""
         plan = Plan.batch([job.plan for job in self.jobs])
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
-        ctx = VllmPrefill(self._host, plan, tokens, [job.blocks for job in self.jobs], self._spend)
+        source_pages = np.concatenate([job.source_pages for job in self.jobs])
+        tables = [job.tables for job in self.jobs]
+        ctx = VllmPrefill(self._host, plan, tokens, tables, source_pages, self._spend)
         try:
             hidden = self.jobs[0].policy.recover(ctx)
             finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()

@@ -19,6 +19,7 @@ from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import turning_of
+from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
@@ -34,6 +35,10 @@ class ModelHost:
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
         residual_layers: layers of which the residual stream that enters them is kept.
+
+    Attributes:
+        group_of: by layer, the number of its KV cache group, 0 being the main one (see `groups`).
+        turnings, windows: by layer, how its keys turn, and how many tokens back it sees (None: all).
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
@@ -56,10 +61,14 @@ class ModelHost:
         self.windows = [window_of(attention) for attention in self.attentions]
         self.block_size = int(self.config.cache_config.block_size)
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
-        self._builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
+        order = order_of([group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups])
+        groups = [(order.index(number), group) for number, of in enumerate(runner.attn_groups) for group in of]
+        self._builders = [group.get_metadata_builder() for _, group in groups]
+        self._group_of_builder = [number for number, _ in groups]
         names = [attention.layer_name for attention in self.attentions]
         places = {name: at for at, builder in enumerate(self._builders) for name in builder.layer_names}
         self._builder_of = [places[name] for name in names]
+        self.group_of = [self._group_of_builder[place] for place in self._builder_of]
         self._kernel_block_size = int(self._builders[0].kv_cache_spec.block_size)
         self._check_layout()
         self._check_turning()
@@ -86,15 +95,24 @@ class ModelHost:
         return embed(self._model, token_ids)
 
     def metadata(
-        self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
+        self,
+        queries: Sequence[tuple[int, int, int]],
+        tables: Sequence[Sequence[np.ndarray]],
+        slots: Sequence[Tensor],
     ) -> list[Any]:
         """Attention metadata of runs as pseudo-sequences, from the backends' own (dense) builders, for `run_layer`.
 
         Args:
             queries: per run (prompt, first position, stop position).
-            tables: per prompt its physical blocks, int [b].
-            slots: int64 [n], the slot of every query.
+            tables: by group, per prompt its physical blocks, int [b].
+            slots: by group int64 [n], the slot of every query.
         """
+        common = [self._common(queries, *of_group) for of_group in zip(tables, slots, strict=True)]
+        groups = zip(self._builders, self._group_of_builder, strict=True)
+        return [builder.build(0, common[group], fast_build=True) for builder, group in groups]
+
+    def _common(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
+        """What the builders of one group are given."""
         sizes = np.array([stop - first for _, first, stop in queries], np.int32)
         seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
@@ -103,7 +121,7 @@ class ModelHost:
             np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
         )
         rows = self._kernel_blocks(padded[torch.tensor([prompt for prompt, _, _ in queries])])
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=seen.to(self.device),
@@ -117,7 +135,6 @@ class ModelHost:
             seq_lens_cpu_upper_bound=seen,
             is_prefilling=torch.ones(len(queries), dtype=torch.bool),
         )
-        return [builder.build(0, common, fast_build=True) for builder in self._builders]
 
     def run_layer(
         self,

@@ -1,13 +1,19 @@
 """What is supported of vLLM; all else is refused at start, with every reason."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+)
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
@@ -183,11 +189,27 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        yield (
-            f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported "
-            "(--disable-hybrid-kv-cache-manager makes one of layers with and without windows)"
-        )
+    names = [type(spec).__name__ for spec in specs]
+    if not any(isinstance(spec, FullAttentionSpec) for spec in specs):
+        yield f"KV cache groups {names}: one of full attention is needed, whose blocks name what is known"
+    elif not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
+        yield f"KV cache groups {names}: supported are full attention, sliding windows and chunks"
+    elif len(specs) > 1:
+        yield from _group_reasons(config, specs)
+
+
+def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
+    """What does not go with block tables for layers with windows."""
+    beside = "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all layers)"
+    settings, num_layers = KVGraftSettings.of(config), config.model_config.get_num_layers(config.parallel_config)
+    if len({spec.block_size for spec in specs}) > 1:
+        yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
+    if (interval := config.cache_config.prefix_cache_retention_interval) is not None:
+        yield f"prefix_cache_retention_interval {interval}: windows must be found wherever they end: None, as we serve"
+    if settings.store is not None:
+        yield f"a store {beside}"
+    if settings.kept_residual_layers(num_layers):
+        yield f"residual streams {beside}"
 
 
 def model_identity(config: VllmConfig, *, lasting: bool) -> str:

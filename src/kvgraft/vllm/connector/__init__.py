@@ -67,7 +67,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.scheduler_side.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler_side.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_side.end_of_schedule(scheduler_output)
@@ -76,12 +76,12 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.on_outcomes(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler_side.finish(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return False, self.scheduler_side.finish(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.forget()

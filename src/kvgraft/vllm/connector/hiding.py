@@ -69,7 +69,7 @@ class Hiding:
             first = max(first, state.continued.stop_block)
         hidden = state.request.block_hashes[first:]
         if hidden:
-            own = set(self._manager.get_block_ids(state.id)[0])
+            own = self._pool.groups.pages_of(self._manager.get_block_ids(state.id))
             self._pool.forget_hashes(hidden, own, state.offer.approximate_pages)
 
     def _rename(self, hashes: list[Any], first: int) -> None:

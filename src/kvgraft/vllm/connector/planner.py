@@ -12,6 +12,7 @@ from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import KVGraftSettings
@@ -23,7 +24,7 @@ class Planner:
     """Finds known text for a prompt and names what requests have read.
 
     Args:
-        kv_cache_manager: vLLM's, with one group of full attention.
+        kv_cache_manager: vLLM's.
         settings: of the server.
         frozen_capacity: share of the pool that frozen blocks may take.
         anchors: token sequences that begin a segment, for near-duplicates.
@@ -37,7 +38,8 @@ class Planner:
         frozen_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:
-        self.pool = SharedPool(kv_cache_manager.block_pool, block_size)
+        self.groups = CacheGroups(kv_cache_manager, block_size)
+        self.pool = SharedPool(kv_cache_manager.block_pool, block_size, self.groups)
         self.index = ReuseIndex(
             self.pool,
             max_depth=settings.max_depth,
@@ -91,6 +93,11 @@ class Planner:
         """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
         self.pool.acquire(candidate.sources)
 
+    def release(self, candidate: Candidate) -> None:
+        """Let go of all that is held for it."""
+        self.pool.release(candidate.sources)
+        self.groups.release(candidate.reserved)
+
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
 
@@ -110,7 +117,7 @@ class Planner:
 
     def clear(self) -> bool:
         """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
-        if self.pool.num_used > len(self.frozen.pages):
+        if self.pool.num_used > len({held for page in self.frozen.pages for held in self.pool.held(page)}):
             return False
         for entry in self.frozen.list():
             self.frozen.delete(entry.name, entry.namespace)
@@ -136,7 +143,7 @@ class Planner:
         that nobody else reads."""
         if state.continued is None or not isinstance(state.options, RequestOptions):
             return []
-        if not state.options.policy.recovers_in_place:
+        if not state.options.policy.recovers_in_place or self.groups.others:  # whose tables have let go of them
             return []
         blocks = [block for block in state.continued.grafted_blocks if block < num_prefix // self.block_size]
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]

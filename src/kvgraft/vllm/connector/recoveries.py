@@ -1,6 +1,6 @@
 """Recoveries that workers do for requests: begun, called off, ended."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -28,12 +28,12 @@ class Recoveries:
         """Whether one of these pages is recovered where it is: who wants it waits."""
         return not self._rewritten.isdisjoint(pages)
 
-    def start(self, state: RequestState, candidate: Candidate, sources: list[int], blocks: list[int]) -> None:
+    def start(self, state: RequestState, candidate: Candidate, block_ids: Sequence[list[int]]) -> None:
         """Hand one to the workers, its sources pinned, and hide everything approximate from exact lookups."""
         request, options = state.request, state.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
-        state.pinned, state.recovery, state.plan = sources, candidate, candidate.plan
+        state.recovery, state.plan, sources = candidate, candidate.plan, candidate.sources
         if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
@@ -44,8 +44,9 @@ class Recoveries:
             self._hiding.hide(state, candidate.steps[0][0])
             state.offer.rest_on(candidate.steps)
         tokens = np.array(state.token_ids, np.int64)
-        table = np.array(blocks, np.int64)
-        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
+        tables = self._known.groups.tables(block_ids, candidate.reserved)
+        pages = np.array([self._known.pool.held(page) for page in sources], np.int64).reshape(-1, len(tables))
+        job = Job(state.id, options.policy, candidate.plan, tokens, tables, pages, state.documents, state.offer.scope)
         self._jobs.append(job)
 
     def cancel(self, state: RequestState) -> None:
@@ -60,8 +61,9 @@ class Recoveries:
 
     def end(self, state: RequestState, outcome: RecoveryResult) -> None:
         """One has ended: let go of its sources. If it failed, its request becomes an ordinary one again."""
-        self._known.pool.release(state.pinned)
-        candidate, state.pinned, state.recovery = state.recovery, [], None
+        candidate, state.recovery = state.recovery, None
+        if candidate is not None:
+            self._known.release(candidate)
         in_place = () if candidate is None else candidate.in_place
         self._rewritten.difference_update(in_place)
         if outcome.failure is not None and in_place:

@@ -9,10 +9,11 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import Control, Report, RequestOptions, namespace_label
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Candidate:
     """A plan that still has to be admitted, and what it holds true for.
 
@@ -20,6 +21,7 @@ class Candidate:
         sources: distinct pages that it grafts from, under `versions`.
         steps: see `Offer.rest_on`.
         in_place: pages whose approximate KV is recovered where it is; nobody else reads them.
+        reserved: what its recovery holds beside all that, from when vLLM is told of it.
     """
 
     plan: Plan
@@ -28,6 +30,7 @@ class Candidate:
     versions: np.ndarray  # int64 [len(sources)]
     steps: tuple[tuple[int, int], ...] = ()
     in_place: tuple[int, ...] = ()
+    reserved: Reserved = field(default_factory=Reserved)
 
 
 @dataclass(eq=False)
@@ -44,7 +47,6 @@ class RequestState:
         reason: why nothing was grafted so far.
         candidate: the plan that was made while it waits.
         prefix: pages of vLLM's exact hits, as of the last time that it asked.
-        pinned: source pages held until its recovery has ended.
         recovery_key: how it recovers what is reused: only others that do it in the same way go on with what it leaves.
             None: it neither goes on with approximate KV nor leaves any to go on with.
         continued: what it goes on with of an earlier prompt.
@@ -67,7 +69,6 @@ class RequestState:
     reason: str | None = None
     candidate: Candidate | None = None
     prefix: list[int] = field(default_factory=list)
-    pinned: list[int] = field(default_factory=list)
     recovery_key: Hashable = None
     continued: Continued[Any] | None = None
     num_continuable: int = 0

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -62,7 +63,7 @@ class SchedulerSide:
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
         self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
         self._requests: dict[str, RequestState] = {}
-        self._tentative: dict[str, list[int]] = {}  # sources pinned in this scheduling step, not yet admitted
+        self._tentative: dict[str, Candidate] = {}  # pinned in this scheduling step, not yet admitted
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
@@ -163,22 +164,23 @@ class SchedulerSide:
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
             return 0, False
-        if self._recoveries.rewrites(state.candidate.sources):
+        if self._recoveries.rewrites(state.candidate.sources) or not self._reserve(state, state.candidate, num_prefix):
             self.known.pool.release(state.candidate.sources)
             return None, False
-        self._tentative[state.id] = state.candidate.sources
+        self._tentative[state.id] = state.candidate
         return request.num_tokens - num_prefix, True
 
-    def admit(self, request: Any, blocks: list[int], num_external: int) -> None:
-        """vLLM has allocated the request's blocks; called again, without anything to load, after the recovery."""
+    def admit(self, request: Any, block_ids: Sequence[list[int]], num_external: int) -> None:
+        """vLLM has allocated the request's blocks, by group; called again, without anything to load, after the
+        recovery."""
         state = self._requests[request.request_id]
-        candidate, sources = state.candidate, self._tentative.pop(state.id, [])
+        candidate = self._tentative.pop(state.id, None)
         if num_external and candidate is not None:
             if not state.is_trial:
-                self._refresh.grafted(state, sources)
-            self._recoveries.start(state, candidate, sources, blocks)
-        elif sources:
-            self.known.pool.release(sources)
+                self._refresh.grafted(state, candidate.sources)
+            self._recoveries.start(state, candidate, block_ids)
+        elif candidate is not None:
+            self.known.release(candidate)
         if not (state.admitted or state.is_trial) and isinstance(state.options, RequestOptions):
             self.known.pool.hit_counts[state.prefix] += 1
         if not state.recovering and not state.admitted:
@@ -189,12 +191,12 @@ class SchedulerSide:
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
-        for sources in self._tentative.values():
-            self.known.pool.release(sources)
+        for candidate in self._tentative.values():
+            self.known.release(candidate)
         self._tentative.clear()
         self._offered = False
         self._early_reports.send(
-            output.num_scheduled_tokens, lambda request_id: self._manager.get_block_ids(request_id)[0]
+            output.num_scheduled_tokens, lambda request_id: self._main(self._manager.get_block_ids(request_id))
         )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         metadata = Metadata(*self._recoveries.take_orders(), spare * self._num_layers, self._forgets)
@@ -224,9 +226,9 @@ class SchedulerSide:
             else:
                 self._early_reports.add(state)
 
-    def finish(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
+    def finish(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """The request has ended: name what it leaves behind; returns what its response tells the client."""
-        state = self._requests[request.request_id]
+        state, blocks = self._requests[request.request_id], self._main(block_ids)
         state.finished = True
         self._early_reports.drop(state)
         if state.recovering:
@@ -274,13 +276,26 @@ class SchedulerSide:
         self.known.pin(candidate)
         if state.whole and state.request.num_preemptions:
             return True
-        num_needed = num_missing + sum(pool.ref_count(page) == 0 for page in state.prefix) + SPARE_BLOCKS
+        others = self.known.groups.num_pages(candidate.num_prefix, state.request.num_tokens)
+        num_needed = num_missing + others + sum(pool.ref_count(page) == 0 for page in state.prefix) + SPARE_BLOCKS
         if num_needed <= pool.num_free or self._is_busy():
             return True
         pool.release(candidate.sources)
         if state.whole:
             self._shorter_prompts.restore(state, "pool_pressure")
         return False
+
+    def _reserve(self, state: RequestState, candidate: Candidate, num_prefix: int) -> bool:
+        """Hold what a recovery needs of groups with windows; False if that must wait."""
+        groups, num_tokens = self.known.groups, state.request.num_tokens
+        if groups.others and groups.num_pages(num_prefix, num_tokens) > self.known.pool.num_free:
+            return False
+        candidate.reserved = groups.reserve(state.request.block_hashes[: num_prefix // self._block_size], num_tokens)
+        return True
+
+    def _main(self, block_ids: Sequence[list[int]]) -> list[int]:
+        """Of a request's blocks those that name its content."""
+        return block_ids[self.known.groups.main]
 
     def _is_busy(self) -> bool:
         """Whether blocks will come free without this request's doing."""
@@ -297,7 +312,7 @@ class SchedulerSide:
             if state.admitted and not (state.recovering or state.finished or state.whole):
                 num_tokens = min(state.request.num_computed_tokens, state.request.num_prompt_tokens)
                 if num_tokens // self._block_size > state.offer.num_registered:
-                    self._offer(state, self._manager.get_block_ids(state.id)[0], num_tokens)
+                    self._offer(state, self._main(self._manager.get_block_ids(state.id)), num_tokens)
 
     def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
         num_computed = min(num_computed, state.request.num_tokens)

@@ -1,0 +1,108 @@
+"""vLLM's KV cache groups: layers with windows may have block tables of their own, which forget what no window sees.
+
+A page of the *main* group, one of full attention, names content. Its *counterparts* are the pages of the other groups
+that hold the KV of the same text: found by the same hash, as long as nobody has reclaimed them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+NULL_PAGE = 0  # what a block table has in the place of a block that is given back
+
+
+def order_of(specs: Sequence[Any]) -> list[int]:
+    """Numbers of the groups with these cache specs, the main one first; ValueError if none is of full attention."""
+    full = [number for number, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+    if not full:
+        raise ValueError("no KV cache group is of full attention")
+    return [full[0], *(number for number in range(len(specs)) if number != full[0])]
+
+
+@dataclass
+class Reserved:
+    """What one recovery holds beside its request's own pages: by group but the main one, in order.
+
+    Attributes:
+        before: pages of its prefix that windows reach back to, by number of block.
+        scratch: pages for those blocks of the prompt that its own tables leave out.
+    """
+
+    before: list[dict[int, int]] = field(default_factory=list)
+    scratch: list[dict[int, int]] = field(default_factory=list)
+
+
+class CacheGroups:
+    """The groups of one server.
+
+    Args:
+        kv_cache_manager: vLLM's.
+
+    Attributes:
+        main: number of the main group.
+        others: numbers of the other groups.
+    """
+
+    def __init__(self, kv_cache_manager: Any, block_size: int) -> None:
+        specs = [group.kv_cache_spec for group in kv_cache_manager.kv_cache_config.kv_cache_groups]
+        self.main, *self.others = order_of(specs)
+        self._pool, self._block_size = kv_cache_manager.block_pool, block_size
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+
+    def counterparts(self, page: int) -> tuple[int, ...] | None:
+        """Of a page of the main group, one in each other group; None if one of them is gone."""
+        block_hash = self._pool.blocks[page].block_hash
+        if not self.others:
+            return ()
+        found = block_hash and self._pool.get_cached_block(get_block_hash(block_hash), self.others)
+        return tuple(block.block_id for block in found) if found else None
+
+    def num_pages(self, num_prefix: int, num_tokens: int) -> int:
+        """Pages that a prompt of so many tokens, of which so many are hits, needs in the other groups together while it
+        is recovered."""
+        blocks, first = -(-num_tokens // self._block_size), num_prefix // self._block_size
+        return sum(blocks - min(first, self._num_left_out(group, num_tokens)) for group in self.others)
+
+    def reserve(self, prefix_hashes: Sequence[Any], num_tokens: int) -> Reserved:
+        """Hold what a recovery of a prompt needs; ValueError if there are not so many free pages."""
+        reserved, first = Reserved(), len(prefix_hashes)
+        for group in self.others:
+            seen = range(self._num_left_out(group, first * self._block_size), first)
+            found = {block: self._pool.get_cached_block(prefix_hashes[block], [group]) for block in seen}
+            before = {block: pages[0].block_id for block, pages in found.items() if pages}
+            self._pool.touch([self._pool.blocks[page] for page in before.values()])
+            reserved.before.append(before)
+        for group in self.others:
+            left_out = range(first, self._num_left_out(group, num_tokens))
+            pages = self._pool.get_new_blocks(len(left_out)) if left_out else []
+            reserved.scratch.append({block: page.block_id for block, page in zip(left_out, pages, strict=True)})
+        return reserved
+
+    def release(self, reserved: Reserved) -> None:
+        """Give it back."""
+        pages = [page for part in (*reserved.before, *reserved.scratch) for page in part.values()]
+        self._pool.free_blocks([self._pool.blocks[page] for page in pages])
+        reserved.before, reserved.scratch = [], []
+
+    def tables(self, block_ids: Sequence[Sequence[int]], reserved: Reserved) -> tuple[np.ndarray, ...]:
+        """Block tables of a prompt, int64 [b] by group, the main one first: vLLM's, completed by what is reserved."""
+        tables = [np.array(block_ids[self.main], np.int64)]
+        for group, before, scratch in zip(self.others, reserved.before, reserved.scratch, strict=True):
+            table = np.array(block_ids[group], np.int64)
+            for block, page in (before | scratch).items():
+                if table[block] == NULL_PAGE:
+                    table[block] = page
+            tables.append(table)
+        return tuple(tables)
+
+    def pages_of(self, block_ids: Iterable[Iterable[int]]) -> set[int]:
+        """All pages of a request, whatever the group."""
+        return {page for table in block_ids for page in table}
+
+    def _num_left_out(self, group: int, num_tokens: int) -> int:
+        """Leading blocks that the table of a request leaves out when so many tokens are computed."""
+        return int(self._managers[group].get_num_skipped_tokens(num_tokens)) // self._block_size
