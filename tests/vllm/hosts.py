@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import BLOCK, NUM_BLOCKS, OFF, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine
+from engines import BLOCK, OFF, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine
 from torch import Tensor
 
 
@@ -74,7 +74,7 @@ class Host:
     def preempt(self, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Take a running request's blocks, as for want of others; it comes back after something has happened."""
         request = self.request(name)
-        blocks = set(self.manager.get_block_ids(request.request_id)[0])
+        blocks = {block for table in self.manager.get_block_ids(request.request_id) for block in table if block}
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
         self.scheduler.waiting.remove_requests([request])
@@ -131,11 +131,11 @@ class Host:
         self.known.pool.hit_counts[:] = 0
         self.stats.reset()
         self.num_preemptions = self.num_evictions = self.num_accepted = 0
-        self.poison(range(1, NUM_BLOCKS + 1))
+        self.poison(range(1, self.manager.block_pool.num_gpu_blocks))
 
     def slots(self, name: str) -> Tensor:
-        """int64 [n]: where the KV of a running request's tokens lies."""
-        [blocks] = self.manager.get_block_ids(self._ids[name])
+        """int64 [n]: where the KV of a running request's tokens lies, in the layers of the main group."""
+        blocks = self.manager.get_block_ids(self._ids[name])[self.known.groups.main]
         return self.slots_of(blocks)[: self.request(name).num_tokens]
 
     @staticmethod
@@ -187,13 +187,15 @@ class Host:
 
     def problems(self) -> list[str]:
         """Everything that must not be when no request is left; an empty list is good."""
-        frozen = [page for entry in self.known.frozen.list() for page in entry.pages]
+        entries = [page for entry in self.known.frozen.list() for page in entry.pages]
+        frozen = [held for page in entries for held in self.known.pool.held(page)]
         references = {block.block_id: block.ref_cnt for block in self.manager.block_pool.blocks if not block.is_null}
         expected = {block: frozen.count(block) for block in references}
-        manager = self.manager.coordinator.single_type_managers[0]
+        tables = {number: m.req_to_blocks for number, m in enumerate(self.manager.coordinator.single_type_managers)}
         checks = {
             "requests in vLLM's scheduler": dict(self.scheduler.requests),
-            "block tables": dict(manager.req_to_blocks),
+            "block tables": {number: dict(table) for number, table in tables.items() if table},
+            "pages held by nobody's leave": self.known.pool._held.keys() - set(entries),
             "requests on the scheduler side": self.side._requests,
             "tentative pins": self.side._tentative,
             "pages that are recovered in place": self.side._recoveries._rewritten,

@@ -113,7 +113,7 @@ def test_sources_are_held_until_they_are_copied(host: Host, plain: HostProcess):
     host.step()
     state = host.state(name)
     assert state.recovering
-    sources = set(state.pinned)
+    sources = set(state.recovery.sources)
     assert len(sources) == 22
     flood = [host.add(Ask(words(40 * BLOCK, seed), OFF, salt=str(seed), max_tokens=1)) for seed in range(3, 6)]
     while state.recovering:

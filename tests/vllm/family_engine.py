@@ -1,0 +1,114 @@
+"""What a family does in vLLM with our connector, and then without: one job as JSON on stdin, facts as the last line.
+
+    {"model": directory, "engine": {arguments of vLLM's LLM}, "requests": how many of the random traffic}
+
+Both engines live in this process, one after the other.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from engines import (  # noqa: E402
+    EVERYTHING,
+    NAIVE,
+    OFF,
+    Answer,
+    Ask,
+    as_answer,
+    as_prompt,
+    as_sampling,
+    start_engine,
+    words,
+)  # fmt: skip
+from hosts import Host  # noqa: E402
+from traffic import LONG, Traffic  # noqa: E402
+
+DOCUMENTS = [words(300, 1), words(230, 2)]
+PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4)
+SPREAD = {"policy": "spread", "recompute_share": 1.0}
+DEFAULT = {"policy": "spread"}
+RECOMPUTED = {"sparsex": EVERYTHING, "spread": SPREAD}
+POISON = 3.0
+
+
+def grafted(host: Host, options: dict[str, Any], *, poisoned: bool = False, salt: str | None = None) -> Answer:
+    """The prompt, its documents read before, perhaps by sources that were never computed."""
+    host.forget()
+    host.read(*DOCUMENTS)
+    if poisoned:
+        host.poison(host.blocks_with_content(), POISON)
+    [answer] = host.ask(Ask(PROMPT, options, salt))
+    return answer
+
+
+def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
+    """Values [L', n, Hkv, d] of the prompt in the layers of the main group, when its first token is there."""
+    name = host.add(Ask(PROMPT, options, max_tokens=2))
+    host.step_until(lambda: name in host.outputs)
+    layers = [index for index, group in enumerate(host.model.group_of) if group == 0]
+    values = torch.stack([host.model.read(index, host.slots(name))[1] for index in layers])
+    host.finish(name)
+    return values
+
+
+def ours(host: Host, num_requests: int) -> dict[str, Any]:
+    """Everything that does not need the truth."""
+    facts: dict[str, Any] = {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
+    facts["naive"] = asdict(grafted(host, NAIVE))
+    facts["default"] = asdict(grafted(host, DEFAULT))
+    facts["poisoned"] = asdict(grafted(host, NAIVE, poisoned=True))
+    facts["elsewhere"] = grafted(host, NAIVE, salt="another").grafted
+    facts["documents"] = grafted(host, {"policy": "condense", "kept_share": 0.5}).report
+    host.forget()
+    host.read(*DOCUMENTS)
+    host.poison(host.blocks_with_content(), POISON)
+    where = [
+        tokens
+        for start, stop, kind in facts["naive"]["report"]["spans"]
+        if kind == "grafted"
+        for tokens in range(start, stop)
+    ]
+    facts["copied"] = bool((values_of(host, NAIVE)[:, where] == -POISON).all())
+    host.forget()
+    traffic = Traffic(host, np.random.default_rng(5), [OFF, EVERYTHING], [None, NAIVE], LONG, (1, 4, 20, 60))
+    traffic.run(num_requests)
+    host.settle()
+    facts["problems"] = host.problems()
+    facts["counts"] = dict(traffic.counts) | {"evictions": host.num_evictions, "preemptions": host.num_preemptions}
+    facts["exact"] = [(asdict(ask), answer.tokens) for ask, answer in traffic.ended]
+    return facts
+
+
+def main(answers: IO[str]) -> None:
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    job = json.load(sys.stdin)
+    host = Host(Path(job["model"]), **job["engine"])
+    facts = ours(host, job["requests"])
+    facts["groups"] = len(host.manager.kv_cache_config.kv_cache_groups)
+    host.llm.llm_engine.engine_core.shutdown()
+    ensure_kv_transfer_shutdown()
+    plain = start_engine(Path(job["model"]), with_kvgraft=False, **job["engine"])
+    asks = [Ask(PROMPT), *[Ask(ask["prompt"], max_tokens=ask["max_tokens"]) for ask, _ in facts["exact"]]]
+    outputs = plain.generate([as_prompt(ask) for ask in asks], [as_sampling(ask) for ask in asks], use_tqdm=False)
+    facts["plain"], *truth = [as_answer(output).tokens for output in outputs]
+    facts["wrong"] = [
+        ask["options"] for (ask, mine), theirs in zip(facts.pop("exact"), truth, strict=True) if mine != theirs
+    ]
+    facts["num_exact"] = len(truth)
+    print(json.dumps(facts), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    main(output)
