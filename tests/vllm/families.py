@@ -28,22 +28,24 @@ GRANITE = {
     "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0,
 }  # fmt: skip
 LATENT = {
-    "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 40,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+LATENT_YARN = {"topk_method": "noaux_tc", "rope_parameters": YARN | {"mscale_all_dim": 1.0}}
+SOME_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what its config has beside SIZES
     "Qwen3": ("qwen3", {}),
-    "Qwen2": ("qwen2", {}),
+    "Qwen2": ("qwen2", {"hidden_size": 128}),
     "Llama": ("llama", {"rope_parameters": YARN}),
     "Mistral": ("mistral", {"sliding_window": None}),
     "Qwen3-MoE": ("qwen3_moe", EXPERTS),
     "Qwen2-MoE": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
-    "Mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
+    "Mixtral": ("mixtral", {**SOME_EXPERTS, "sliding_window": None, "hidden_size": 128}),
     "gpt-oss": (
         "gpt_oss",
         {
-            "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+            **SOME_EXPERTS, "sliding_window": WINDOW,
             "rope_parameters": YARN | {"truncate": False},
         },
     ),
@@ -57,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what 
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {"sliding_window": WINDOW}),
     "Granite": ("granite", GRANITE),
-    "Granite-MoE": ("granitemoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "Granite-MoE": ("granitemoe", GRANITE | {**SOME_EXPERTS}),
     "GLM-4": ("glm4", {"partial_rotary_factor": 0.5, "pad_token_id": 1}),
     "GLM-4.5": (
         "glm4_moe",
@@ -70,12 +72,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what 
     "Llama 4": (
         "llama4_text",
         {
-            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2,
+            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
             "attention_chunk_size": 2 * WINDOW, "no_rope_layers": [1, 1, 1, 0],
         },
     ),
     "DeepSeek-V2": ("deepseek_v2", LATENT | {"q_lora_rank": None}),
-    "DeepSeek-V3": ("deepseek_v3", LATENT | {"topk_method": "noaux_tc", "rope_parameters": YARN | {"mscale_all_dim": 1.0}}),
+    "DeepSeek-V3": ("deepseek_v3", LATENT | LATENT_YARN),
 }  # fmt: skip
 WINDOWED = ("gpt-oss", "Gemma 2", "Gemma 3", "OLMo 3", "Llama 4")
 DEEPSEEK = ("DeepSeek-V2", "DeepSeek-V3")

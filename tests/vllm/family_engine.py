@@ -1,6 +1,7 @@
 """What a family does in vLLM with our connector, and then without: one job as JSON on stdin, facts as the last line.
 
-    {"model": directory, "engine": {arguments of vLLM's LLM}, "requests": how many of the random traffic}
+    {"model": directory, "engine": {arguments of vLLM's LLM}, "latent": whether it keeps latents (MLA),
+     "requests": how many of the random traffic}
 
 Both engines live in this process, one after the other.
 """
@@ -51,11 +52,13 @@ def grafted(host: Host, options: dict[str, Any], *, poisoned: bool = False, salt
 
 
 def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
-    """Values [L', n, Hkv, d] of the prompt in the layers of the main group, when its first token is there."""
+    """Values [L', n, Hkv, d] of the prompt in the layers of the main group, when its first token is there; of latents
+    those channels that do not turn."""
     name = host.add(Ask(PROMPT, options, max_tokens=2))
     host.step_until(lambda: name in host.outputs)
     layers = [index for index, group in enumerate(host.model.group_of) if group == 0]
-    values = torch.stack([host.model.read(index, host.slots(name))[1] for index in layers])
+    found = [host.model.read(index, host.slots(name)) for index in layers]
+    values = torch.stack([-keys[..., :256] if host.model.is_latent else values for keys, values in found])
     host.finish(name)
     return values
 
@@ -84,14 +87,32 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     host.settle()
     facts["problems"] = host.problems()
     facts["counts"] = dict(traffic.counts) | {"evictions": host.num_evictions, "preemptions": host.num_preemptions}
-    facts["exact"] = [(asdict(ask), answer.tokens) for ask, answer in traffic.ended]
+    facts["exact"] = [(asdict(ask), asdict(answer)) for ask, answer in traffic.ended]
     return facts
+
+
+def allow_prefixes_with_latents() -> None:
+    """vLLM switches prefix caching and chunked prefill off for MLA on CPUs without AMX, whose kernels are slow, not
+    wrong: leave them on."""
+    from vllm.platforms import current_platform
+
+    platform, check = type(current_platform), current_platform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        tokens = config.scheduler_config.max_num_batched_tokens
+        check(config)
+        config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = tokens
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 def main(answers: IO[str]) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     job = json.load(sys.stdin)
+    if job["latent"]:
+        allow_prefixes_with_latents()
     host = Host(Path(job["model"]), **job["engine"])
     facts = ours(host, job["requests"])
     facts["groups"] = len(host.manager.kv_cache_config.kv_cache_groups)
@@ -102,7 +123,9 @@ def main(answers: IO[str]) -> None:
     outputs = plain.generate([as_prompt(ask) for ask in asks], [as_sampling(ask) for ask in asks], use_tqdm=False)
     facts["plain"], *truth = [as_answer(output).tokens for output in outputs]
     facts["wrong"] = [
-        ask["options"] for (ask, mine), theirs in zip(facts.pop("exact"), truth, strict=True) if mine != theirs
+        {"options": ask["options"], "mine": mine, "tokens": theirs}
+        for (ask, mine), theirs in zip(facts.pop("exact"), truth, strict=True)
+        if mine["tokens"] != theirs
     ]
     facts["num_exact"] = len(truth)
     print(json.dumps(facts), file=answers, flush=True)

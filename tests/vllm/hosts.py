@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import BLOCK, OFF, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine
+from engines import OFF, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine
 from torch import Tensor
 
 
@@ -138,10 +138,10 @@ class Host:
         blocks = self.manager.get_block_ids(self._ids[name])[self.known.groups.main]
         return self.slots_of(blocks)[: self.request(name).num_tokens]
 
-    @staticmethod
-    def slots_of(blocks: Iterable[int]) -> Tensor:
-        """int64 [n * BLOCK]."""
-        return (torch.tensor(list(blocks), dtype=torch.int64)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    def slots_of(self, blocks: Iterable[int]) -> Tensor:
+        """int64 [n * block size]."""
+        size = self.known.block_size
+        return (torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
 
     def read_kv(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers, each [L, n, Hkv, d]."""

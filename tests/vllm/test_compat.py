@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -169,6 +169,8 @@ def test_the_version_is_found_under_either_name(tmp_path: Path, monkeypatch: pyt
 class Builders:
     """The attention group of a runner: hands out the backend's own metadata builder."""
 
+    layer_names: ClassVar = ["0.attn"]
+
     def __init__(self, builder: Any) -> None:
         self._builder = builder
 
@@ -209,6 +211,7 @@ def make_host(
             device=torch.device("cpu"),
             get_model=lambda: model,
             attn_groups=[[Builders(builder)]],
+            kv_cache_config=cache_of(spec),
         )
     )
 

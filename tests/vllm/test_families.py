@@ -2,7 +2,6 @@
 nothing of other namespaces, and exact prefixes beside all that."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,24 @@ BLOCKS = 96  # for each group of layers
 REQUESTS = 40
 NATIVE_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}  # vLLM's CPU kernel reads DeepSeek's queries wrongly
 
+ONE_GROUP, NO_MLA = "one group", "no MLA"
+CASES = [
+    *((family, "") for family in FAMILIES), ("gpt-oss", ONE_GROUP), ("Gemma 3", ONE_GROUP), ("DeepSeek-V2", NO_MLA),
+]  # fmt: skip
 
-def engine_of(family: str, *, one_group: bool = False) -> dict[str, Any]:
+
+def engine_of(family: str, variant: str) -> dict[str, Any]:
     """Arguments of its engine."""
-    if family in WINDOWED and not one_group:
-        return {"prefix_cache_retention_interval": None, "num_gpu_blocks_override": 2 * BLOCKS}
-    settings: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True} if family in WINDOWED else {}
-    return settings | ({"compilation_config": NATIVE_ROTARY} if family in DEEPSEEK else {})
-
-
-CASES = [(family, False) for family in FAMILIES] + [("gpt-oss", True), ("Gemma 3", True)]
+    settings: dict[str, Any] = {}
+    if family in WINDOWED and variant == ONE_GROUP:
+        settings = {"disable_hybrid_kv_cache_manager": True}
+    elif family in WINDOWED:
+        settings = {"prefix_cache_retention_interval": None, "num_gpu_blocks_override": 2 * BLOCKS}
+    if family in DEEPSEEK:
+        settings = {"compilation_config": NATIVE_ROTARY}
+    if family in DEEPSEEK and variant != NO_MLA:
+        settings |= {"block_size": 16, "num_gpu_blocks_override": 2 * BLOCKS}  # which its CPU kernel wants
+    return settings
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +42,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def facts(directory: Path, family: str, one_group: bool) -> dict[str, Any]:
-    return facts_of(directory, family, one_group)
-
-
-@cache
-def facts_of(directory: Path, family: str, one_group: bool) -> dict[str, Any]:
-    model = directory / family
+def facts(directory: Path, family: str, variant: str) -> dict[str, Any]:
+    model, latent = directory / family, family in DEEPSEEK and variant != NO_MLA
     if not model.exists():
         make_family(family, model)
-    job = {"model": str(model), "engine": engine_of(family, one_group=one_group), "requests": REQUESTS}
-    found: dict[str, Any] = warm.run(ENGINE, job, **ENVIRONMENT, VLLM_MLA_DISABLE=str(int(family in DEEPSEEK)))
+    job = {"model": str(model), "engine": engine_of(family, variant), "latent": latent, "requests": REQUESTS}
+    found: dict[str, Any] = warm.run(ENGINE, job, **ENVIRONMENT, VLLM_MLA_DISABLE=str(int(variant == NO_MLA)))
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "one_group"),
-    CASES,
-    ids=lambda value: value if isinstance(value, str) else ("one group" if value else ""),
-)
-def test_a_family(facts: dict[str, Any], family: str, one_group: bool):
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_a_family(facts: dict[str, Any], family: str, variant: str):
     plain, naive = facts["plain"], facts["naive"]
-    assert (facts["groups"] > 1) == (family in WINDOWED and not one_group)
+    assert (facts["groups"] > 1) == (family in WINDOWED and variant != ONE_GROUP)
     for policy in ("sparsex", "spread"):  # all of it recomputed
         assert facts[policy]["tokens"] == plain
         assert facts[policy]["report"]["recomputed_tokens"] == facts[policy]["report"]["grafted_tokens"] > 480

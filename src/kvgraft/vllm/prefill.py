@@ -121,7 +121,7 @@ class VllmPrefill(PagedPrefill):
             before_attention = None
         states, queries = torch.empty_like(hidden.states), []
         for chunk in chunks:
-            if self._spend(chunk.positions.numel()):
+            if self._spend(chunk.positions.numel()) or (self._host.is_latent and len(chunks) > 1):
                 self._forget_metadata()
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
@@ -190,7 +190,7 @@ class VllmPrefill(PagedPrefill):
         return chunks
 
     def _forget_metadata(self) -> None:
-        """What a backend prepared may point into buffers that other steps have used since."""
+        """What a backend prepared may point into buffers that other steps, or chunks of latents, have used since."""
         for chunk in self._chunks:
             chunk.metadata = None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 
 class DecoderLayer:
@@ -26,7 +26,7 @@ class DecoderLayer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = [part for part in module.modules() if isinstance(part, Attention)]
+        found = [part for part in module.modules() if isinstance(part, Attention | MLAAttention)]
         if len(found) != 1:
             raise ValueError(f"{type(module).__name__} has {len(found)} attention layers: only one is supported")
         self.module = module

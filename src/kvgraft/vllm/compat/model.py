@@ -14,7 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kv.rope import Rope
+from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
+from kvgraft.vllm.compat.latent import is_latent
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
@@ -37,6 +39,7 @@ class ModelHost:
         residual_layers: layers of which the residual stream that enters them is kept.
 
     Attributes:
+        is_latent: whether keys are latents (MLA) and values have no channels.
         group_of: by layer, the number of its KV cache group, 0 being the main one (see `groups`).
         turnings, windows: by layer, how its keys turn, and how many tokens back it sees (None: all).
 
@@ -51,7 +54,8 @@ class ModelHost:
         self.layers = layers_of(self._model)
         self.attentions = [layer.attention for layer in self.layers]
         self.num_layers = len(self.layers)
-        self.num_kv_heads = self.attentions[0].num_kv_heads
+        self.is_latent = is_latent(self.attentions[0])
+        self.num_kv_heads = 1 if self.is_latent else self.attentions[0].num_kv_heads
         self.head_dim = self.attentions[0].head_size
         self.dtype: torch.dtype = self.config.model_config.dtype
         self.scale = float(self.attentions[0].impl.scale)
@@ -66,7 +70,7 @@ class ModelHost:
         self._builders = [group.get_metadata_builder() for _, group in groups]
         self._group_of_builder = [number for number, _ in groups]
         names = [attention.layer_name for attention in self.attentions]
-        places = {name: at for at, builder in enumerate(self._builders) for name in builder.layer_names}
+        places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}
         self._builder_of = [places[name] for name in names]
         self.group_of = [self._group_of_builder[place] for place in self._builder_of]
         self._kernel_block_size = int(self._builders[0].kv_cache_spec.block_size)
@@ -152,25 +156,25 @@ class ModelHost:
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None:
-                self.write(index, self._by_head(key), self._by_head(value), slots)  # as the attention is about to
+                self.write(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
         with self._context(index, slots, metadata[self._builder_of[index]]), self._watch(index, watch):
             hidden, residual = self.layers[index](positions, hidden, residual)
-        return hidden, residual, self._by_head(seen[0])
+        return hidden, residual, seen[0]
 
     def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
         seen: list[Tensor] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self.write(index, self._by_head(key), self._by_head(value), slots)
+            self.write(index, key, value, slots)
             seen.append(query)
             raise _Stop
 
         with self._context(index, slots), self._watch(index, stop), suppress(_Stop):
             self.layers[index](positions, hidden, residual)
-        return self._by_head(seen[0])
+        return seen[0]
 
     def run_around(
         self,
@@ -185,8 +189,8 @@ class ModelHost:
         and so do the residual streams: these tokens have no slots.
         """
 
-        def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-            attended = attend(*map(self._by_head, (query, key, value)))
+        def forward(*given: Any, **_: Any) -> Tensor:
+            attended = attend(*self._parts(index, given))
             if attended is None:
                 raise _Stop
             return attended.flatten(1)
@@ -219,6 +223,9 @@ class ModelHost:
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them."""
         attention = self.attentions[index]
+        if self.is_latent:
+            latent.write(attention, keys, slots)
+            return
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
     def clear(self, blocks: Tensor) -> None:
@@ -238,6 +245,8 @@ class ModelHost:
     def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
         taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
+        if self.is_latent:
+            return latent.content(taken)
         if not current_platform.is_cpu():
             return taken[..., : self.head_dim], taken[..., self.head_dim :]
         return unpack(taken, self.head_dim, self.attentions[0].isa)
@@ -257,7 +266,7 @@ class ModelHost:
         slots = torch.arange(self.block_size, device=self.device)
         self.write(0, keys, values, slots)
         again = self.read(0, slots)
-        if not (torch.equal(again[0], keys) and torch.equal(again[1], values)):
+        if not (torch.equal(again[0], keys) and (self.is_latent or torch.equal(again[1], values))):
             name = type(self.attentions[0].impl).__name__
             raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name}")
 
@@ -283,8 +292,12 @@ class ModelHost:
         self.run_around(index, positions, hidden.clone(), residual, lambda query, key, value: seen.append(key))
         return seen[0].float()
 
-    def _by_head(self, rows: Tensor) -> Tensor:
-        return rows.view(rows.shape[0], -1, self.head_dim)
+    def _parts(self, index: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """What an attention layer is called with, by head: queries [n, Hq, d], keys and values [n, Hkv, d]."""
+        if self.is_latent:
+            return latent.parts(self.attentions[index], *given[:3])
+        query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
+        return query, key, value
 
     @contextmanager
     def _context(self, index: int, slots: Tensor, metadata: Any = None) -> Iterator[None]:
@@ -301,7 +314,7 @@ class ModelHost:
         attend = self.attentions[index].forward
 
         def forward(*given: Any, **named: Any) -> Tensor:
-            seen(*given)
+            seen(*self._parts(index, given))
             attended: Tensor = attend(*given, **named)
             return attended
 

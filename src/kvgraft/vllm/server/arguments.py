@@ -117,6 +117,7 @@ _PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one 
 def _make_parser() -> FlexibleArgumentParser:
     parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
     parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
+    parser.set_defaults(prefix_cache_retention_interval=None)  # grafts need windows wherever they end
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
@@ -264,7 +265,6 @@ def _keep_heads_by_class(args: Namespace) -> None:
         raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {', '.join(ARCHITECTURES)}")
     args.no_kvgraft = True  # no connector, no middleware: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
-    args.prefix_cache_retention_interval = None  # or a window is found again at the end of a prompt only
     args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(Path(args.kvgraft_head_map).absolute())}
 
 

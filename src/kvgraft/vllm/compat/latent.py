@@ -1,0 +1,42 @@
+"""Latent attention (MLA; DeepSeek-V2, section 2.1) in vLLM: what is kept of a token is one row for all heads.
+
+To policies that row, latent and rotated channels, is the key of the only KV head, and values have no channels. Queries
+are brought to it by the weights that vLLM absorbs when it decodes, so that scores are those of the heads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_latent(attention: Any) -> bool:
+    """Whether an attention layer of vLLM keeps latents."""
+    return hasattr(attention, "kv_lora_rank")
+
+
+def parts(attention: Any, query: Tensor, latent: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the layer is called with, queries [n, H, P + R], latents [n, L] and keys [n, 1, R] -> queries [n, H, L + R],
+    keys [n, 1, L + R], values [n, 1, 0]."""
+    content, rotated = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
+    absorbed = torch.einsum("nhp,hpl->nhl", content, attention.W_UK_T)
+    keys = torch.cat((latent[:, None], turning), -1)
+    return torch.cat((absorbed, rotated), -1), keys, keys[..., :0]
+
+
+def content(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [b, N, L + R] of the cache -> keys [b, 1, N, L + R] and values [b, 1, N, 0]."""
+    return blocks[:, None], blocks[:, None, :, :0]
+
+
+def write(attention: Any, keys: Tensor, slots: Tensor) -> None:
+    """Store keys [n, 1, L + R] in these slots int64 [n]."""
+    latent, turning = keys.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+    attention.impl.do_kv_cache_update(
+        latent[:, 0].contiguous(),
+        turning.contiguous(),
+        attention.kv_cache,
+        slots,
+        attention.kv_cache_dtype,
+        attention._k_scale,
+    )
