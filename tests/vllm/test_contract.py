@@ -7,7 +7,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NewType
 import pytest
 
 import kvgraft.vllm
-from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.connector import KVGraftConnector
@@ -215,10 +215,28 @@ def place(file: Path, node: ast.AST) -> str:
 
 
 def imports(file: Path) -> Iterator[tuple[ast.AST, str, str, str]]:
-    """Every import from vLLM: its node, our name for it, module, name."""
+    """Every import from vLLM that counts in this version (of `try: import ... except ImportError: import ...`): its node,
+    our name for it, module, name."""
+    idle = {id(node) for choice in ast.walk(tree(file)) if isinstance(choice, ast.Try) for node in not_taken(choice)}
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+        if id(node) not in idle and isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from ((node, alias.asname or alias.name, str(node.module), alias.name) for alias in node.names)
+
+
+def not_taken(choice: ast.Try) -> Iterator[ast.AST]:
+    """What Python does not get to, if this chooses between imports."""
+    if not any(handler.type is not None and ast.unparse(handler.type) == "ImportError" for handler in choice.handlers):
+        return
+    try:
+        for node in choice.body:
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                imported(str(node.module), alias.name)
+    except (ImportError, AttributeError):
+        idle: list[Any] = choice.body
+    else:
+        idle = choice.handlers
+    for part in idle:
+        yield from ast.walk(part)
 
 
 def imported(module: str, name: str) -> Any:
@@ -314,6 +332,16 @@ def test_what_vllm_hands_to_us_has_what_we_use(where: tuple[str, str, str], path
                 problem = fits(member, call, bound=True)
                 assert problem is None, f"{place(file, node)} calls {ast.unparse(call)} of {path}: {problem}"
     assert found, f"{name} no longer uses {expression} in {scope or 'any function'}: take this entry away"
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "name"), [(before_prefix_lookup, "get_computed_blocks"), (on_cache_reset, "reset_prefix_cache")]
+)
+def test_what_stands_in_for_a_method_takes_what_that_takes(stand_in: Callable[..., None], name: str):
+    manager = object.__new__(resolve(MANAGER))
+    theirs = inspect.signature(getattr(manager, name))
+    stand_in(manager, lambda *_: True)
+    inspect.signature(getattr(manager, name)).bind(*theirs.parameters)
 
 
 def test_the_sizes_that_we_refuse_are_still_called_so():

@@ -3,6 +3,7 @@
 Each failure says what of ours depends on the fact. Names and signatures are in `test_contract.py`.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,21 @@ def config() -> VllmConfig:
     return made
 
 
+def plan_cache(config: VllmConfig, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
+    try:
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:  # 0.31, 0.32
+        return list(kv_cache_utils.get_kv_cache_configs(config, specs, memory))
+    return list(
+        planning.get_kv_cache_configs(config, specs, memory, planning.get_global_kv_cache_groups(config, specs))
+    )
+
+
 @pytest.fixture(scope="module")
 def cache_config(config: VllmConfig) -> Any:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
     layers = {f"model.layers.{i}.self_attn.attn": spec for i in range(NUM_LAYERS)}
-    [made] = kv_cache_utils.get_kv_cache_configs(config, [layers], [1 << 26])
+    [made] = plan_cache(config, [layers], [1 << 26])
     config.cache_config.num_gpu_blocks = made.num_blocks
     return made
 

@@ -1,21 +1,24 @@
 """What is supported of vLLM; all else is refused at start, with every reason."""
 
+import logging
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, is_quantized_kv_cache
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
-from kvgraft.vllm.compat import WORKER_CLASS
+from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
 from kvgraft.vllm.settings import KVGraftSettings
 
-SUPPORTED_VERSIONS = ("0.31", "0.32")
+logger = logging.getLogger("kvgraft")
+NOT_RUN = "contract checked, not run"  # names, signatures and the scheduler; there is no build for the CPU yet
+SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
 
@@ -37,7 +40,7 @@ def vllm_version() -> str:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise UnsupportedConfiguration, naming everything that stands in the way."""
     reasons = [
-        *_version_reasons(),
+        *_version_reasons(KVGraftSettings.of(config).allow_untested),
         *_model_reasons(config),
         *_parallel_reasons(config),
         *_cache_reasons(config, kv_cache),
@@ -56,7 +59,7 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
         UnsupportedConfiguration: everything that stands in the way.
         FileNotFoundError, ValueError: there is no such map, or it was made for another model.
     """
-    reasons = [*_version_reasons(), *_head_reasons(config, path)]
+    reasons = [*_version_reasons(bool(config.additional_config.get(ALLOW_UNTESTED))), *_head_reasons(config, path)]
     if reasons or path is None:
         raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
     head_map = HeadMap.load(path)
@@ -83,10 +86,20 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
         yield "speculative decoding: rejected tokens would move a window back"
 
 
-def _version_reasons() -> Iterator[str]:
+def _version_reasons(allow_untested: bool) -> Iterator[str]:
     found = vllm_version()
-    if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
-        yield f"vLLM {found or 'of unknown version'}: supported are {', '.join(SUPPORTED_VERSIONS)}"
+    numbers = re.match(r"(\d+)\.(\d+)(?!\w)", found)
+    series = (int(numbers[1]), int(numbers[2])) if numbers else None
+    known = ", ".join(f"{major}.{minor} ({how})" for (major, minor), how in SUPPORTED_VERSIONS.items())
+    is_newer = series is not None and series > max(SUPPORTED_VERSIONS)
+    if series in SUPPORTED_VERSIONS:
+        if SUPPORTED_VERSIONS[series] == NOT_RUN:
+            logger.warning("vLLM %s: %s", found, NOT_RUN)
+    elif is_newer and allow_untested:
+        logger.warning("vLLM %s is not tested, and was allowed all the same; known are %s", found, known)
+    else:
+        hint = "; to try it all the same: --kvgraft-allow-untested" if is_newer else ""
+        yield f"vLLM {found or 'of unknown version'}: supported are {known}{hint}"
 
 
 def _model_reasons(config: VllmConfig) -> Iterator[str]:
@@ -156,6 +169,8 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
         yield "prefix caching off: block hashes are the identity of content"
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    if config.aux_output_config.enabled:
+        yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
         yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
