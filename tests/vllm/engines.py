@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm.config
 
 from models import VOCAB_SIZE
 
+HAS_KERNELS = any(Path(vllm.config.__file__).parents[1].glob("*.so"))  # else Python files alone: `make contract`
 BLOCK = 32
 NUM_BLOCKS = 95  # that requests can have; vLLM keeps one more, its null block
 MAX_LENGTH = 2048  # tokens of a request

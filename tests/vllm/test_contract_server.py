@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -27,6 +26,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
 from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient

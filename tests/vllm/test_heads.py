@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import warm
 from engines import ENVIRONMENT, words
 from test_compat import configure
@@ -12,7 +13,9 @@ from vllm.config import VllmConfig
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.vllm.compat import support
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
+from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.options import RequestOptions, served_policy
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.settings import KVGraftSettings
@@ -146,6 +149,27 @@ def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Pa
     HeadMap("0" * 64, SINKS, WINDOW, ((HeadClass.GLOBAL,) * 4,) * 4).save(other)
     with pytest.raises(ValueError, match="the head map was made for model 000000000000"):
         check_head_map(config_of(model), str(other))
+
+
+def test_an_untested_version_is_refused_unless_it_is_allowed(
+    model: Path, head_map: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(support, "vllm_version", lambda: "0.99.0")
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"vLLM 0\.99\.0: supported are 0\.31 .*--kvgraft-allow-untested"
+    ):
+        check_head_map(config_of(model), str(head_map))
+    allowed = parse([str(model), "--kvgraft-head-map", str(head_map), "--kvgraft-allow-untested"]).additional_config
+    assert check_head_map(config_of(model, additional_config=allowed), str(head_map)).window == WINDOW
+    assert [record.message for record in caplog.records if "0.99.0 is not tested" in record.message]
+
+
+def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
+    spec = SinkWindowSpec(
+        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=WINDOW, sinks=SINKS
+    )
+    for num_computed_tokens in (WINDOW + 1, 1 << 20):
+        assert max(num_computed_tokens - spec.num_retained_tokens, 0) // spec.block_size == 0
 
 
 def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_path: Path):

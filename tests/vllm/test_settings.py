@@ -59,6 +59,7 @@ def test_what_is_given_is_taken():
         ({"max_depth": "yes"}, "max_depth must be an integer of at least 0, got 'yes'"),
         ({"require_clean_context": 1}, "require_clean_context must be true or false, got 1"),
         ({"approximate_sources": True}, "it is called max_depth"),
+        ({"allow_untested": "yes"}, "allow_untested must be true or false, got 'yes'"),
     ],
     ids=str,
 )

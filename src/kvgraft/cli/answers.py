@@ -1,6 +1,7 @@
 """Commands that answer prompts."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -153,10 +154,12 @@ def serve(context: typer.Context) -> None:
     """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] [any vLLM flag]`, see `kvgraft serve --help`."""
     try:
         from kvgraft.vllm.server.serve import serve as run_server
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if (error.name or "").partition(".")[0] != "vllm":
             raise
-        raise ValueError("vLLM is not installed: pip install 'kvgraft[vllm]'") from error
+        if find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed: pip install 'kvgraft[vllm]'") from error
+        raise ValueError(f"this version of vLLM is none that KVGraft knows: {error}") from error
     run_server(context.args)
 
 

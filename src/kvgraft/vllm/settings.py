@@ -63,6 +63,7 @@ class KVGraftSettings:
         guard_tokens: that may be computed a minute to score answers.
         mode: `live`, or `discover`: nothing is grafted, and reports and metrics say what would have been.
         exact_for: kinds of requests that always get exact KV, of `tools` and `json`.
+        allow_untested: start, with a warning, on a vLLM that is newer than those that are supported.
     """
 
     policy: str | None = None
@@ -89,6 +90,7 @@ class KVGraftSettings:
     guard_tokens: int = 20_000
     exact_for: tuple[str, ...] = ()
     mode: str = "live"
+    allow_untested: bool = False
 
     @property
     def default(self) -> RequestOptions:
@@ -179,7 +181,7 @@ class KVGraftSettings:
         _ = settings.given_costs
         _check_guard(settings)
         require_at_least("max_depth", settings.max_depth, 0)
-        for name in ("continuation", "require_clean_context"):
+        for name in ("continuation", "require_clean_context", "allow_untested"):
             if not isinstance(getattr(settings, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(settings, name)!r}")
         return settings

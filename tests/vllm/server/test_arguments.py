@@ -81,6 +81,7 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "guard_target": "kl=0.05",
         "guard_tokens": 1000,
         "exact_for": ("tools", "json"),
+        "allow_untested": True,
     }
     assert {*settings, "profile"} == {field.name for field in fields(KVGraftSettings)}
     flags = []

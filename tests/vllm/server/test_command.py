@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from kvgraft.vllm.server import serve
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
 from kvgraft.vllm.server.serve import PLUGINS
 
-NO_VLLM = """
+SERVE = """
 import sys
-sys.modules["vllm"] = None
+{first}
 from kvgraft.cli import app, run
 raise SystemExit(run(app, ["serve"]))
 """
@@ -50,9 +51,17 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: list[str],
 
 
 def test_without_vllm_the_command_says_so_and_the_others_work():
-    code, [line] = run_command("-c", NO_VLLM)
+    code, [line] = run_command("-c", SERVE.format(first="sys.modules['vllm'] = None"))
     assert code == 2
     assert line == "kvgraft: vLLM is not installed: pip install 'kvgraft[vllm]'"
+
+
+def test_a_vllm_in_which_names_have_moved_is_told_from_none(tmp_path: Path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    code, [line] = run_command("-c", SERVE.format(first=f"sys.path.insert(0, {str(tmp_path)!r})"))
+    assert code == 2
+    assert line.startswith("kvgraft: this version of vLLM is none that KVGraft knows: No module named 'vllm.")
 
 
 def test_the_environment_of_the_server_has_the_plugin_and_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 BY_HEAD = "KVGraftByHead"  # before the name of a model class: the same with an attention layer for each KV head
 HEAD_MAP = "kvgraft_head_map"  # in vLLM's additional_config: the path of the map
 FLOW = "kvgraft_flow"  # likewise: the flow that decode steps follow
+ALLOW_UNTESTED = "kvgraft_allow_untested"  # likewise: beside a map, the setting `allow_untested`
 
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
@@ -62,9 +63,9 @@ def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object
     """Run callback with a request before vLLM looks for the beginning of its prompt: vLLM has no hook there."""
     look_up = kv_cache_manager.get_computed_blocks
 
-    def get_computed_blocks(request: Any) -> Any:
+    def get_computed_blocks(request: Any, *args: Any) -> Any:
         callback(request)
-        return look_up(request)
+        return look_up(request, *args)
 
     kv_cache_manager.get_computed_blocks = get_computed_blocks
 

@@ -1,5 +1,7 @@
 """What is supported of vLLM; all else is refused at start, with every reason."""
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -7,47 +9,24 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     SlidingWindowSpec,
+    is_quantized_kv_cache,
 )
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
-from kvgraft.kv.rope import Rope
-from kvgraft.vllm.compat import WORKER_CLASS
-from kvgraft.vllm.compat.turning import rope_parameters
+from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
+from kvgraft.vllm.compat.families import ARCHITECTURES, ONLY_WITHOUT_ROTARY_KERNEL
+from kvgraft.vllm.compat.turning import check_rope
 from kvgraft.vllm.settings import KVGraftSettings
 
-SUPPORTED_VERSIONS = ("0.31", "0.32")
-PLAIN = (  # attention to the whole prompt, every channel of a head turning: what `samkv` and `condense` can compute
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
-    "Olmo2ForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-)
-ARCHITECTURES = (
-    *PLAIN,
-    "Olmo3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "Llama4ForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-)
+logger = logging.getLogger("kvgraft")
+NOT_RUN = "contract checked, not run"  # names, signatures and the scheduler; there is no build for the CPU yet
+SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
 
 
@@ -68,7 +47,7 @@ def vllm_version() -> str:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise UnsupportedConfiguration, naming everything that stands in the way."""
     reasons = [
-        *_version_reasons(),
+        *_version_reasons(KVGraftSettings.of(config).allow_untested),
         *_model_reasons(config),
         *_parallel_reasons(config),
         *_cache_reasons(config, kv_cache),
@@ -87,7 +66,7 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
         UnsupportedConfiguration: everything that stands in the way.
         FileNotFoundError, ValueError: there is no such map, or it was made for another model.
     """
-    reasons = [*_version_reasons(), *_head_reasons(config, path)]
+    reasons = [*_version_reasons(bool(config.additional_config.get(ALLOW_UNTESTED))), *_head_reasons(config, path)]
     if reasons or path is None:
         raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
     head_map = HeadMap.load(path)
@@ -114,10 +93,20 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
         yield "speculative decoding: rejected tokens would move a window back"
 
 
-def _version_reasons() -> Iterator[str]:
+def _version_reasons(allow_untested: bool) -> Iterator[str]:
     found = vllm_version()
-    if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
-        yield f"vLLM {found or 'of unknown version'}: supported are {', '.join(SUPPORTED_VERSIONS)}"
+    numbers = re.match(r"(\d+)\.(\d+)(?!\w)", found)
+    series = (int(numbers[1]), int(numbers[2])) if numbers else None
+    known = ", ".join(f"{major}.{minor} ({how})" for (major, minor), how in SUPPORTED_VERSIONS.items())
+    is_newer = series is not None and series > max(SUPPORTED_VERSIONS)
+    if series in SUPPORTED_VERSIONS:
+        if SUPPORTED_VERSIONS[series] == NOT_RUN:
+            logger.warning("vLLM %s: %s", found, NOT_RUN)
+    elif is_newer and allow_untested:
+        logger.warning("vLLM %s is not tested, and was allowed all the same; known are %s", found, known)
+    else:
+        hint = "; to try it all the same: --kvgraft-allow-untested" if is_newer else ""
+        yield f"vLLM {found or 'of unknown version'}: supported are {known}{hint}"
 
 
 def _model_reasons(config: VllmConfig) -> Iterator[str]:
@@ -133,9 +122,16 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
         yield "dual chunk attention"
     try:
         for layer in range(text.num_hidden_layers):
-            Rope.from_parameters(model.get_head_size(), rope_parameters(text, layer), max_position=model.max_model_len)
+            check_rope(config, layer)
     except (ValueError, AttributeError, TypeError) as error:
         yield str(error)
+    operations = config.compilation_config.custom_ops
+    kernels = "none" not in operations and "-rotary_embedding" not in operations
+    if model.architecture in ONLY_WITHOUT_ROTARY_KERNEL and current_platform.is_cpu() and kernels:
+        yield (
+            "vLLM's rotary kernel for CPUs, which reads queries of this model wrongly: start with --compilation-config "
+            """'{"custom_ops": ["all", "-rotary_embedding"]}'"""
+        )
     if config.lora_config is not None:
         yield "LoRA: adapters are mapped to the scheduled batch only"
     speculation = config.speculative_config
@@ -185,9 +181,13 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         yield f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that requests fall back"
     if not config.cache_config.enable_prefix_caching:
-        yield "prefix caching off: block hashes are the identity of content"
+        without = config.model_config.use_mla and current_platform.is_cpu()  # and without AMX
+        hint = " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)" if without else ""
+        yield f"prefix caching off: block hashes are the identity of content{hint}"
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    if config.aux_output_config.enabled:
+        yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     names = [type(spec).__name__ for spec in specs]
     if not any(isinstance(spec, FullAttentionSpec) for spec in specs):
@@ -228,12 +228,3 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
     if not checkpoint:
         raise UnsupportedConfiguration(f"a store must know the checkpoint: {model.model} is no directory")
     return f"{checkpoint}/{model.dtype}/{config.parallel_config.world_size}"
-
-
-def is_plain(config: VllmConfig) -> bool:
-    """Whether all layers see the whole prompt and turn all channels of their keys: what documents need."""
-    text = config.model_config.hf_text_config
-    partial = (text.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-    windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    slides = windows or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
-    return config.model_config.architecture in PLAIN and partial == 1.0 and not slides

@@ -62,18 +62,26 @@ def turning_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> Ke
     """
     if rotary is None:
         return KeyTurning(None)
-    text = config.model_config.hf_text_config
     size = int(getattr(rotary, "rotary_dim", head_dim))
     within = int(getattr(rotary, "head_size", head_dim))  # less where only the last channels are its business
-    rope = Rope.from_parameters(size, rope_parameters(text, layer), max_position=config.model_config.max_model_len)
+    parameters = _rope_parameters(config.model_config.hf_text_config, layer)
+    parameters.pop("partial_rotary_factor", None)  # the module knows how many channels turn
+    rope = Rope.from_parameters(size, parameters, max_position=config.model_config.max_model_len)
     return KeyTurning(rope, head_dim - within, not getattr(rotary, "is_neox_style", True))
 
 
-def rope_parameters(text: Any, layer: int) -> dict[str, Any]:
-    """Those of a layer: families with windows have some for each kind of layer. What part of a head turns is left out:
-    the module that rotates knows it."""
+def check_rope(config: VllmConfig, layer: int) -> None:
+    """Raise ValueError if the frequencies of a layer are not static: before there is a module that knows them."""
+    model = config.model_config
+    given = _rope_parameters(model.hf_text_config, layer)
+    size = int(model.get_head_size() * (given.pop("partial_rotary_factor", None) or 1.0))
+    Rope.from_parameters(size, given, max_position=model.max_model_len)
+
+
+def _rope_parameters(text: Any, layer: int) -> dict[str, Any]:
+    """Those of a layer: families with windows have some for each kind of layer."""
     given: Mapping[str, Any] = text.rope_parameters or {}
     kinds = getattr(text, "layer_types", None) or ()
     if kinds and set(given) & set(kinds):
         given = given[kinds[layer]]
-    return {name: value for name, value in given.items() if name != "partial_rotary_factor"}
+    return dict(given)

@@ -9,8 +9,8 @@ from vllm.config import VllmConfig
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.policies import Similar
 from kvgraft.prefill.report import REFUSALS
+from kvgraft.vllm.compat.families import is_plain
 from kvgraft.vllm.compat.given_answers import check_answer
-from kvgraft.vllm.compat.support import is_plain
 from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 

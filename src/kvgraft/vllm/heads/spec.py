@@ -21,6 +21,12 @@ class SinkWindowSpec(SlidingWindowSpec):
         """Blocks that hold sinks."""
         return -(-self.sinks // self.block_size)
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """How many tokens before those of a step stay readable: all, since what lies further back is taken out of block
+        tables, sinks too (by the second model runner, from vLLM 0.33)."""
+        return 2**31 - 1
+
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Blocks that a request holds at most."""
         window: int = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -18,9 +17,10 @@ from kvgraft.engine.profiles import load_policy_profile
 from kvgraft.models import KNOWN, find_model, is_name
 from kvgraft.prefill.profile import POLICY_FILE
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat import ALLOW_UNTESTED, BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat.command_line import make_arg_parser
+from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.given_answers import RAW
-from kvgraft.vllm.compat.support import ARCHITECTURES
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.server.sharing import FLAG, Grants
 from kvgraft.vllm.server.tenancy import Keyring
@@ -163,6 +163,12 @@ def _make_parser() -> FlexibleArgumentParser:
         help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
         "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
     )
+    group.add_argument(
+        "--kvgraft-allow-untested",
+        action="store_true",
+        default=None,
+        help="Start, with a warning, on a vLLM that is newer than those that are supported.",
+    )
     group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
     return parser
 
@@ -261,16 +267,19 @@ def _follow(args: Namespace) -> None:
 def _keep_heads_by_class(args: Namespace) -> None:
     """vLLM without reuse, its model with an attention layer for each KV head."""
     architecture = load_config(args.model).architecture
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {', '.join(ARCHITECTURES)}")
+    if architecture not in BY_HEAD_ARCHITECTURES:
+        known = ", ".join(BY_HEAD_ARCHITECTURES)
+        raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {known}")
     args.no_kvgraft = True  # no connector, no middleware: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
     args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(Path(args.kvgraft_head_map).absolute())}
+    if args.kvgraft_allow_untested:
+        args.additional_config[ALLOW_UNTESTED] = True
 
 
 def _flags_beside_head_map(args: Namespace) -> Iterator[str]:
     for name in _own_flags(args):
-        if name != f"{_PREFIX}head_map":
+        if name not in (f"{_PREFIX}head_map", ALLOW_UNTESTED):
             yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-map: grafts need one list of pages"
     if args.kv_transfer_config is not None:
         yield "--kv-transfer-config does not go with --kvgraft-head-map: connectors need one list of pages"

@@ -8,10 +8,9 @@ from importlib.metadata import entry_points
 
 import uvloop
 from vllm.entrypoints.launchers.api_server.entry import run_server
-from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
 
+from kvgraft.vllm.compat.command_line import cli_env_setup, validate_parsed_serve_args
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.settings import KVGraftSettings

@@ -7,8 +7,8 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import parse_flow

@@ -1,0 +1,39 @@
+"""The model classes of vLLM that are supported, and what some of them need."""
+
+from vllm.config import VllmConfig
+
+PLAIN = (  # attention to the whole prompt, every channel of a head turning: what `samkv` and `condense` can compute
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+)
+BY_HEAD_ARCHITECTURES = PLAIN[:4]  # whose KV heads can be attention layers of their own (`vllm/heads`)
+ONLY_WITHOUT_ROTARY_KERNEL = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # on CPUs
+ARCHITECTURES = (
+    *PLAIN,
+    "Olmo3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Llama4ForCausalLM",
+    *ONLY_WITHOUT_ROTARY_KERNEL,
+)
+
+
+def is_plain(config: VllmConfig) -> bool:
+    """Whether all layers see the whole prompt and turn all channels of their keys: what documents need."""
+    text = config.model_config.hf_text_config
+    partial = (text.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    slides = windows or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
+    return config.model_config.architecture in PLAIN and partial == 1.0 and not slides
