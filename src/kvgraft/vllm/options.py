@@ -104,12 +104,14 @@ class Control:
 
     Attributes:
         op: freeze, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
+        adapter: name of the one under which a segment was read; empty: none.
         owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
         quota: share of the frozen capacity that this owner may take.
     """
 
     op: str
     name: str = ""
+    adapter: str = ""
     owner: str = ""
     quota: float = 1.0
 
@@ -128,7 +130,8 @@ class Control:
             raise ValueError("control operations come from the API server only")
         quota = given.get("quota", 1.0)
         require_share("quota", quota)
-        control = cls(str(given.get("op")), str(given.get("name", "")), str(given.get("owner", "")), quota)
+        op, name, adapter, owner = (str(given.get(key, "")) for key in ("op", "name", "adapter", "owner"))
+        control = cls(op, name, adapter, owner, quota)
         if control.op not in _OPS:
             raise ValueError(f"op must be {', '.join(_OPS[:-1])} or {_OPS[-1]}, got {control.op!r}")
         return control
@@ -180,6 +183,11 @@ def namespace_label(cache_salt: str) -> str:
     if (found := _LABELLED.fullmatch(cache_salt)) is not None:
         return found[1]
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
+
+
+def frozen_namespace(cache_salt: str, adapter: str) -> str:
+    """Where text is frozen that a namespace reads under the adapter of this name; empty: under none."""
+    return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
 
 
 def served_policy(text: str) -> Policy:

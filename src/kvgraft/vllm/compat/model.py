@@ -13,6 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
@@ -37,6 +38,7 @@ class ModelHost:
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
+        self.adapters = RunnerAdapters(runner)
         self.device: torch.device = runner.device
         model = runner.get_model()
         self._embed = model.embed_input_ids
@@ -62,11 +64,19 @@ class ModelHost:
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
         hidden, _ = self._model.model.norm(states[:, 0].contiguous(), states[:, 1].contiguous())
-        return self._model.compute_logits(hidden).float()
+        return self._by_parts(self._model.compute_logits, hidden).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
-        return self._embed(token_ids)
+        return self._by_parts(self._embed, token_ids)
+
+    def _by_parts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """As many rows at a time as adapters can be mapped for."""
+        computed = []
+        for part in rows.split(self.max_rows):
+            self.adapters.map_rows(len(part))
+            computed.append(compute(part))
+        return torch.cat(computed)
 
     def metadata(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
         """Attention metadata of runs as pseudo-sequences, from the backend's own (dense) builder.
@@ -231,6 +241,7 @@ class ModelHost:
 
     @contextmanager
     def _context(self, metadata: Any, slots: Tensor) -> Iterator[None]:
+        self.adapters.map_rows(slots.numel())
         names = [attention.layer_name for attention in self.attentions]
         by_layer = dict.fromkeys(names, metadata) if metadata is not None else None
         with set_forward_context(

@@ -104,8 +104,6 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
         model_rope(config)
     except (ValueError, AttributeError, TypeError) as error:
         yield str(error)
-    if config.lora_config is not None:
-        yield "LoRA: adapters are mapped to the scheduled batch only"
     speculation = config.speculative_config
     if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
         yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"

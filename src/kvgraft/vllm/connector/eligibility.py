@@ -32,7 +32,9 @@ class ReuseEligibility:
         self._residual_layers = residual_layers
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
 
-    def of(self, request: Any) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
+    def of(
+        self, request: Any, *, weights_known: bool = True
+    ) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
         """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
         namespaces that it may graft from."""
         try:
@@ -50,6 +52,8 @@ class ReuseEligibility:
             return self._default, "invalid_params", ()
         if (because := params.get(EXACT_BECAUSE)) in REFUSALS:
             return options, because, ()
+        if not weights_known:
+            return options, "lora", ()
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
         return options, "residual_stream" if missing else _refusal(request, options, self._num_ranks), salts
 
@@ -63,7 +67,6 @@ def _refusal(request: Any, options: RequestOptions, num_ranks: int) -> str | Non
         # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
         "tensor_parallel": num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
         "repetition_penalty": keeps and sampling is not None and sampling.repetition_penalty != 1.0,  # of the prompt
-        "lora": request.lora_request is not None,
         "multimodal": bool(request.mm_features),
         "prompt_embeds": request.prompt_embeds is not None,
         "prompt_logprobs": request.skip_reading_prefix_cache,

@@ -45,8 +45,8 @@ class Recoveries:
             state.offer.rest_on(candidate.steps)
         tokens = np.array(state.token_ids, np.int64)
         table = np.array(blocks, np.int64)
-        job = Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, state.offer.scope)
-        self._jobs.append(job)
+        scope, adapter = state.offer.scope, state.adapter
+        self._jobs.append(Job(state.id, options.policy, candidate.plan, tokens, table, state.documents, scope, adapter))
 
     def cancel(self, state: RequestState) -> None:
         """The request was aborted: its blocks and sources stay until the workers have let go."""
