@@ -104,16 +104,16 @@ class Control:
 
     Attributes:
         op: freeze, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
-        adapter: name of the one under which a segment was read; empty: none.
         owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
         quota: share of the frozen capacity that this owner may take.
+        adapter: name of the one under which a segment was read; empty: none.
     """
 
     op: str
     name: str = ""
-    adapter: str = ""
     owner: str = ""
     quota: float = 1.0
+    adapter: str = ""
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
@@ -130,8 +130,8 @@ class Control:
             raise ValueError("control operations come from the API server only")
         quota = given.get("quota", 1.0)
         require_share("quota", quota)
-        op, name, adapter, owner = (str(given.get(key, "")) for key in ("op", "name", "adapter", "owner"))
-        control = cls(op, name, adapter, owner, quota)
+        name, owner, adapter = (str(given.get(key, "")) for key in ("name", "owner", "adapter"))
+        control = cls(str(given.get("op")), name, owner, quota, adapter)
         if control.op not in _OPS:
             raise ValueError(f"op must be {', '.join(_OPS[:-1])} or {_OPS[-1]}, got {control.op!r}")
         return control

@@ -71,7 +71,7 @@ class RunnerAdapters:
     """
 
     def __init__(self, runner: Any) -> None:
-        self._manager = manager = runner.lora_manager if runner.lora_config is not None else None
+        self._manager = manager = runner.lora_manager if runner.vllm_config.lora_config is not None else None
         self._loaded: dict[int, str] = {}  # digests by vLLM's ids
         self._untold: dict[int, str] = {}
         self._wanted: Adapter | None = None

@@ -70,7 +70,7 @@ async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
     tenant = _owner(request, wanted.tenant, wanted.namespace)
     token_ids = await _token_ids(wanted, request)
     lora_request = _adapter(request, wanted.model)
-    control = Control("freeze", wanted.name, "" if lora_request is None else lora_request.lora_name)
+    control = Control("freeze", wanted.name, adapter=_adapter_name(request, wanted.model))
     return await _operate(request, tenant, wanted.namespace, control, token_ids, lora_request)
 
 
@@ -95,7 +95,7 @@ async def delete(
     model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
     """Let a segment go."""
-    control = Control("delete", name, _adapter_name(request, model))
+    control = Control("delete", name, adapter=_adapter_name(request, model))
     return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
 
