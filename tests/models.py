@@ -1,9 +1,11 @@
 """Tiny random Hugging Face models of every supported family, with a word tokenizer, written to a directory."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -87,6 +89,27 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE, chat_template: str | None = Non
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = chat_template
     return fast
+
+
+def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 4, scale: float = 0.25) -> Path:
+    """Write a LoRA adapter for all linear modules of a model, its token embeddings and its head, in the format of peft.
+    It is so strong that every answer differs from the model's own."""
+    generator, weights, modules = torch.Generator().manual_seed(seed), {}, set()
+    for name, parameter in AutoModelForCausalLM.from_pretrained(model).named_parameters():
+        if parameter.ndim != 2:
+            continue
+        path, module = name.removesuffix(".weight"), name.split(".")[-2]
+        is_embedding = module == "embed_tokens"
+        rows, columns = parameter.T.shape if is_embedding else parameter.shape
+        for letter, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
+            matrix = f"lora_embedding_{letter}" if is_embedding else f"lora_{letter}.weight"
+            weights[f"base_model.model.{path}.{matrix}"] = scale * torch.randn(shape, generator=generator)
+        modules.add(module)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules), "bias": "none"}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def make_head_map(directory: Path, *, window: int = 24, sinks: int = 3) -> HeadMap:

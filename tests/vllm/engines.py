@@ -38,7 +38,8 @@ def words(number: int, seed: int) -> list[int]:
 @dataclass(frozen=True)
 class Ask:
     """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace.
-    `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`: those of the prompt."""
+    `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`: those of the prompt. `adapter`: the
+    fields of vLLM's `LoRARequest`."""
 
     prompt: Sequence[int]
     options: dict[str, Any] | None = None
@@ -46,6 +47,7 @@ class Ask:
     max_tokens: int = 8
     logprobs: bool = False
     prompt_logprobs: bool = False
+    adapter: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,13 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
 def as_prompt(ask: Ask) -> dict[str, Any]:
     """What vLLM takes as a prompt."""
     return {"prompt_token_ids": list(ask.prompt)} | ({"cache_salt": ask.salt} if ask.salt else {})
+
+
+def as_lora(ask: Ask) -> Any:
+    """vLLM's `LoRARequest`, or None."""
+    from vllm.lora.request import LoRARequest
+
+    return None if ask.adapter is None else LoRARequest(**ask.adapter)
 
 
 def as_sampling(ask: Ask, **fields: Any) -> Any:

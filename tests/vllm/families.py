@@ -29,7 +29,8 @@ GRANITE = {
 }  # fmt: skip
 LATENT = {
     "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 40,
-    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
     "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 LATENT_YARN = {"topk_method": "noaux_tc", "rope_parameters": YARN | {"mscale_all_dim": 1.0}}

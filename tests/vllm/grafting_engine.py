@@ -1,20 +1,23 @@
 """An engine with our connector in a process of its own: one job as JSON on stdin, its answers as the last line.
 
     {"read": [token ids], "prompts": [token ids], "options": [kvgraft options], "engine": {arguments of vllm.LLM},
-     "settings": {settings of the connector}}
+     "settings": {settings of the connector}, "adapters": [null or a path]}
 
-Every prompt is asked once with each of the options, of which `reuse: off` has to be the last, as it leaves exact hits;
-the answers are a list of lists of {tokens, cached, report}.
+Texts are read under the first of the adapters (null is none, and the default). Every prompt is asked once under each of
+them with each of the options, of which `reuse: off` has to be the last, as it leaves exact hits; the answers are a list
+of lists of {tokens, cached, report}.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 
 def main(answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from kvgraft.testbed import MODEL_DIR
     from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
@@ -29,16 +32,20 @@ def main(answers: IO[str]) -> None:
         kv_transfer_config=transfer_config(**{"costs": "tokens"} | job.get("settings", {})),
     )
 
-    def ask(tokens: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    paths = job.get("adapters", [None])
+    adapters = [path and LoRARequest(Path(path).name, number, path) for number, path in enumerate(paths, 1)]
+
+    def ask(tokens: list[int], options: dict[str, Any], adapter: LoRARequest | None) -> dict[str, Any]:
         extra = {"kv_transfer_params": {"kvgraft": options}}
         params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, extra_args=extra)
-        [answer] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        [answer] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False, lora_request=adapter)
         report = answer.kv_transfer_params["kvgraft"]
         return {"tokens": answer.outputs[0].token_ids, "cached": answer.num_cached_tokens, "report": report}
 
     for tokens in job["read"]:
-        ask(tokens, {"reuse": "off"})
-    answered = [[ask(tokens, options) for options in job["options"]] for tokens in job["prompts"]]
+        ask(tokens, {"reuse": "off"}, adapters[0])
+    pairs = [(options, adapter) for adapter in adapters for options in job["options"]]
+    answered = [[ask(tokens, *pair) for pair in pairs] for tokens in job["prompts"]]
     print(json.dumps(answered), file=answers, flush=True)
 
 

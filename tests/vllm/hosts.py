@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import OFF, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine
+from engines import OFF, Answer, Ask, as_answer, as_lora, as_prompt, as_sampling, start_engine
 from torch import Tensor
 
 
@@ -56,7 +56,8 @@ class Host:
     def add(self, ask: Ask, **sampling: Any) -> str:
         """Hand in a request; returns its name."""
         name = next(self._names)
-        self._ids[name] = self.engine.add_request(name, as_prompt(ask), as_sampling(ask, **sampling))
+        params = as_sampling(ask, **sampling)
+        self._ids[name] = self.engine.add_request(name, as_prompt(ask), params, lora_request=as_lora(ask))
         return name
 
     def request(self, name: str) -> Any:
@@ -160,6 +161,11 @@ class Host:
             return
         shape = (self.model.num_layers, len(slots), self.model.num_kv_heads, self.model.head_dim)
         self.write_kv(slots, torch.full(shape, value), torch.full(shape, -value))
+
+    def poison_known(self) -> int:
+        """Poison all that vLLM or the index could offer to somebody; how many blocks."""
+        self.poison(known := self.blocks_with_content())
+        return len(known)
 
     def evict(self, blocks: Iterable[int]) -> None:
         """What happens to blocks that are reclaimed: vLLM forgets their content, others write to them."""

@@ -1,7 +1,7 @@
 """An engine in a process of its own, since only one can have our connector in a process, and plain vLLM has none.
 
-Run as a script it reads lines of JSON, each a list of `Ask` or the name of a number that a `Host` counts, and writes
-for each a line: the list of `Answer` or the number.
+Run as a script it reads lines of JSON, each a list of `Ask` or the name of a number that a `Host` counts or returns,
+and writes for each a line: the list of `Answer` or the number.
 """
 
 import json
@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import warm  # noqa: E402
-from engines import ENVIRONMENT, Answer, Ask, as_answer, as_prompt, as_sampling, start_engine  # noqa: E402
+from engines import ENVIRONMENT, Answer, Ask, as_answer, as_lora, as_prompt, as_sampling, start_engine  # noqa: E402
 from hosts import Host  # noqa: E402
 
 
@@ -86,6 +86,7 @@ def _serve(engine: Any, questions: IO[str], answers: IO[str]) -> None:
         message = json.loads(line)
         if isinstance(message, str):
             found = getattr(engine, message)
+            found = found() if callable(found) else found
         else:
             found = [asdict(answer) for answer in _answers(engine, [Ask(**ask) for ask in message])]
         print(json.dumps(found), file=answers, flush=True)
@@ -93,7 +94,9 @@ def _serve(engine: Any, questions: IO[str], answers: IO[str]) -> None:
 
 def _answers(engine: Any, asks: list[Ask]) -> list[Answer]:
     if not isinstance(engine, Host):
-        outputs = engine.generate([as_prompt(a) for a in asks], [as_sampling(a) for a in asks], use_tqdm=False)
+        loras = [as_lora(a) for a in asks] if any(a.adapter for a in asks) else None
+        params = [as_sampling(a) for a in asks]
+        outputs = engine.generate([as_prompt(a) for a in asks], params, use_tqdm=False, lora_request=loras)
         return [as_answer(output) for output in outputs]
     found = engine.ask(*asks)
     engine.settle()

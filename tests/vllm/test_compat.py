@@ -70,6 +70,7 @@ def refusal(config: VllmConfig, cache: KVCacheConfig | None = None) -> str:
         {},
         {"tensor_parallel_size": 2},
         {"dtype": "bfloat16", "block_size": 128},
+        {"enable_lora": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         {"hf_overrides": {"rope_parameters": LLAMA3}},
         {"hf_overrides": {"rope_parameters": YARN}},
@@ -97,7 +98,6 @@ def test_every_family_passes(tmp_path: Path, family: str):
         ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {WORKER_CLASS}"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"kv_cache_dtype": "turboquant_k8v4"}, "KV cache dtype turboquant_k8v4"),
-        ({"enable_lora": True}, "LoRA"),
         ({"kv_transfer_config": transfer("fail")}, "kv_load_failure_policy 'fail': set 'recompute'"),
         ({"hf_overrides": {"rope_parameters": YARN | {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
         ({"hf_overrides": {"architectures": ["InternLM3ForCausalLM"]}}, "model class InternLM3ForCausalLM"),
@@ -122,9 +122,9 @@ def test_the_models_own_code_is_refused_where_vllm_would_run_it():
 
 
 def test_all_reasons_stand_in_one_message():
-    config = configure(enable_prefix_caching=False, worker_cls="auto", enable_lora=True, kv_cache_dtype="fp8")
+    config = configure(enable_prefix_caching=False, worker_cls="auto", trust_remote_code=True, kv_cache_dtype="fp8")
     said = refusal(config, cache_of(spec_of(), spec_of()))
-    for part in ("LoRA", "worker class", "prefix caching off", "KV cache dtype fp8", "KV cache groups"):
+    for part in ("trust_remote_code", "worker class", "prefix caching off", "KV cache dtype fp8", "KV cache groups"):
         assert said.count(part) == 1
     assert said.count("; ") == 4
 

@@ -58,6 +58,7 @@ OUTPUT, PROCESSOR = "vllm.outputs:RequestOutput", "vllm.v1.engine.output_process
 TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.models"
 PROCESSORS, SLOT_PROCESSORS = "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+LORA, LORA_MANAGER = "vllm.lora.request:LoRARequest", "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
 
 # what vLLM hands to us: file, function or class ("" for all), expression -> the classes behind it
 HANDED = {
@@ -167,6 +168,14 @@ HANDED = {
     ("connector/scheduler_side.py", "", "config"): CONFIG,
     ("settings.py", "of", "config"): CONFIG,
     ("settings.py", "of", "transfer"): TRANSFER,
+    ("compat/adapters.py", "", "request"): LORA,
+    ("compat/adapters.py", "", "runner"): RUNNERS,
+    ("compat/adapters.py", "", "manager"): LORA_MANAGER,
+    ("connector/adapters.py", "", "request"): REQUEST,
+    ("connector/adapters.py", "__init__", "lora"): "vllm.config.lora:LoRAConfig",
+    ("connector/adapters.py", "of", "lora"): LORA,
+    ("connector/adapters.py", "learn", "lora"): LORA,
+    ("connector/adapters.py", "", "config"): CONFIG,
     ("compat/residuals.py", "", "get_forward_context()"): "vllm.forward_context:ForwardContext",
     ("compat/support.py", "_residual_reasons", "config.model_config"): MODEL_CONFIG,
     ("connector/scheduler_side.py", "", "config.model_config"): MODEL_CONFIG,
@@ -194,6 +203,8 @@ HANDED = {
     ("server/segments.py", "_token_ids", "answer"): f"{TOKENIZE}.protocol:TokenizeResponse",
     ("server/segments.py", "_token_ids", "error"): "vllm.entrypoints.serve.engine.protocol:ErrorInfo",
     ("server/segments.py", "", "request.app.state.serving_tokenization"): f"{TOKENIZE}.serving:ServingTokenization",
+    ("server/engine_client.py", "", "lora_request"): LORA,
+    ("server/segments.py", "", "models"): f"{MODELS}.serving:OpenAIServingModels",
     ("server/status.py", "", "request.app.state.openai_serving_models"): f"{MODELS}.serving:OpenAIServingModels",
 }
 OWN = {
@@ -441,6 +452,16 @@ def test_decoder_layers_are_what_the_host_runs(architecture: str):
         ast.unparse(n) for m in modules for n in ast.walk(ast.parse(inspect.getsource(m))) if isinstance(n, ast.Call)
     }
     assert "self.attn(q, k, v)" in calls, "ModelHost is shown (query, key, value) by place"
+
+
+def test_adapters_are_loaded_set_and_removed_where_we_stand():
+    """`RunnerAdapters` replaces these methods on the runner's manager, so vLLM must call them on it."""
+    mixin = inspect.getsource(resolve("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"))
+    assert "self.lora_manager.set_active_adapters(lora_requests, lora_mapping)" in mixin, "give_back restores this"
+    assert "self.lora_manager.remove_all_adapters()" in mixin, "adapters of the warm-up are not given back"
+    assert "self._load_adapter(lora_request)" in inspect.getsource(resolve(LORA_MANAGER).add_adapter)
+    hashed = inspect.getsource(resolve("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys"))
+    assert '[("lora", lora_request.lora_name, lora_request.lora_path)]' in hashed, "RequestAdapters tells weights apart"
 
 
 def test_given_answers_come_behind_the_models_log_probabilities():

@@ -230,9 +230,12 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
         ({"op": "thaw", "token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'thaw'"),
         ({"token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'None'"),
         ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
-        ({"op": "list", "token": "secret", "namespace": "x"}, "control must have name, op, owner, quota, token"),
-        ("list", "control must have name, op, owner, quota, token"),
-        (None, "control must have name, op, owner, quota, token"),
+        (
+            {"op": "list", "token": "secret", "namespace": "x"},
+            "control must have adapter, name, op, owner, quota, token",
+        ),
+        ("list", "control must have adapter, name, op, owner, quota, token"),
+        (None, "control must have adapter, name, op, owner, quota, token"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """The segment store inside vLLM: blocks that were evicted, or computed by an earlier server, come back."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,12 +14,14 @@ from engines import ENVIRONMENT
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import StoreDirectory, StoreOptions
+from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.connector.store_worker import StoreWorker
 from kvgraft.vllm.options import Control
 from kvgraft.vllm.server.tenancy import Salts, Tenant
+from models import make_adapter
 
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
@@ -32,10 +35,17 @@ MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
 
 
 def run(
-    prompts: list[list[int]], options: list[dict[str, Any]], read: list[list[int]], ranks: int = 1, **settings: Any
+    prompts: list[list[int]],
+    options: list[dict[str, Any]],
+    read: list[list[int]],
+    ranks: int = 1,
+    adapters: Sequence[Path | None] = (None,),
+    **settings: Any,
 ) -> Any:
-    engine = SMALL | {"tensor_parallel_size": ranks}
+    lora = {"enable_lora": True, "max_loras": 4} if any(adapters) else {}
+    engine = SMALL | {"tensor_parallel_size": ranks} | lora
     job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
+    job["adapters"] = [path and str(path) for path in adapters]
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: the engine steps on after the last answer
     return warm.run(ENGINE, job, **ENVIRONMENT | cores | alone)
@@ -87,6 +97,19 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
     assert moved[1]["tokens"] == plain[1]
     assert known[-1]["report"]["prefix_tokens"] == (0 if int8 else 576)
     assert int8 or known[-1]["tokens"] == plain[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_adapter_has_read_is_found_again_by_that_adapter(tmp_path: Path, ranks: int):
+    store, paths = str(tmp_path / "store"), [make_adapter(tmp_path / name, MODEL_DIR, seed=ord(name)) for name in "ab"]
+    run([], [], [KNOWN], ranks, paths[:1], store_dir=store)
+    for path in paths:
+        path.rename(path.with_name(f"{path.name} elsewhere"))
+    a, b = (path.with_name(f"{path.name} elsewhere") for path in paths)
+    [moved] = run([MOVED], [EVERYTHING, OFF], [], ranks, [a, b, None], store_dir=store)
+    assert [answer["report"]["grafted_tokens"] >= 544 for answer in moved] == [True, False, False, False, False, False]
+    assert moved[0]["tokens"] == moved[1]["tokens"]
 
 
 @pytest.mark.slow

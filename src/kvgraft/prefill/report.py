@@ -33,7 +33,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
     "tensor_parallel": "its policy needs all heads or all logits on one rank",
     "unsupported_model": "its policy keeps a part of documents, which only models of plain attention can",
     "repetition_penalty": "its policy keeps a part of the prompt, and the penalty needs all of it",
-    "lora": "it uses a LoRA adapter",
+    "lora": "the weights of its LoRA adapter are not known, or others were loaded while it ran",
     "multimodal": "it has images, audio or video",
     "prompt_embeds": "it brings embeddings",
     "prompt_logprobs": "it asks for logprobs of its prompt",

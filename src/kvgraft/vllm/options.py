@@ -106,12 +106,14 @@ class Control:
         op: freeze, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
         owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
         quota: share of the frozen capacity that this owner may take.
+        adapter: name of the one under which a segment was read; empty: none.
     """
 
     op: str
     name: str = ""
     owner: str = ""
     quota: float = 1.0
+    adapter: str = ""
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
@@ -128,7 +130,8 @@ class Control:
             raise ValueError("control operations come from the API server only")
         quota = given.get("quota", 1.0)
         require_share("quota", quota)
-        control = cls(str(given.get("op")), str(given.get("name", "")), str(given.get("owner", "")), quota)
+        name, owner, adapter = (str(given.get(key, "")) for key in ("name", "owner", "adapter"))
+        control = cls(str(given.get("op")), name, owner, quota, adapter)
         if control.op not in _OPS:
             raise ValueError(f"op must be {', '.join(_OPS[:-1])} or {_OPS[-1]}, got {control.op!r}")
         return control
@@ -180,6 +183,11 @@ def namespace_label(cache_salt: str) -> str:
     if (found := _LABELLED.fullmatch(cache_salt)) is not None:
         return found[1]
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
+
+
+def frozen_namespace(cache_salt: str, adapter: str) -> str:
+    """Where text is frozen that a namespace reads under the adapter of this name; empty: under none."""
+    return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
 
 
 def served_policy(text: str) -> Policy:

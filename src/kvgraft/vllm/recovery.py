@@ -13,6 +13,7 @@ from kvgraft.prefill.context import Hidden, Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.layers import VllmLayers
 from kvgraft.vllm.prefill import VllmPrefill
@@ -32,6 +33,7 @@ class Job:
     source_pages: np.ndarray  # int64 [n, groups]: the pages that it grafts from, and their counterparts
     documents: tuple[range, ...] = ()
     scope: bytes = b""  # of what is read on its own
+    adapter: Adapter | None = None  # under which it is computed
 
     @property
     def own_blocks(self) -> torch.Tensor:
@@ -56,8 +58,8 @@ class RecoveryResult:
 
 
 class RecoveryBatch:
-    """Jobs of one policy, recovered together. Runs in a greenlet of its own, so that a policy can be paused anywhere
-    without knowing of it: same thread, same tensors, no locks."""
+    """Jobs of one policy and one adapter, recovered together. Runs in a greenlet of its own, so that a policy can be
+    paused anywhere without knowing of it: same thread, same tensors, no locks."""
 
     def __init__(self, host: ModelHost, library: Library, jobs: list[Job]) -> None:
         self.jobs = jobs
@@ -70,6 +72,7 @@ class RecoveryBatch:
     def advance(self, budget: int) -> int:
         """Work until done or until budget (token-layers) is spent; returns what is left of it."""
         self._budget = budget
+        self._host.adapters.use(self.jobs[0].adapter)
         self._task.parent = getcurrent()
         self._task.switch()
         return max(self._budget, 0)
@@ -162,11 +165,12 @@ class RecoveryQueue:
         self._cancelled: set[str] = set()
 
     def add(self, jobs: list[Job]) -> None:
-        """Queue jobs; neighbours of one policy share a batch."""
+        """Queue jobs; neighbours of one policy and one adapter share a batch."""
         batch: list[Job] = []
         for job in jobs:
             total = sum(len(other.token_ids) for other in [*batch, job])
-            if batch and (job.policy != batch[0].policy or total > self._max_batch_tokens):
+            is_other = batch and (job.policy, job.adapter) != (batch[0].policy, batch[0].adapter)
+            if is_other or (batch and total > self._max_batch_tokens):
                 self._batches.append(RecoveryBatch(self._host, self.library, batch))
                 batch = []
             batch.append(job)
@@ -193,6 +197,7 @@ class RecoveryQueue:
                 ended |= batch.outcomes
                 self._batches.popleft()
         self._cancelled -= ended.keys()
+        self._host.adapters.give_back()
         return ended
 
     def _clear_failed(self, jobs: list[Job], outcomes: dict[str, RecoveryResult]) -> None:

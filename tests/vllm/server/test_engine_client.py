@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -42,6 +43,9 @@ class Engine:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if reset_running_requests:
             raise RuntimeError(f"Call to reset_prefix_cache method failed: {NOT_RESET if self.closed else 'else'} ...")
+        return True
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
         return True
 
     async def keep(self, request: EngineCoreRequest) -> None:
@@ -107,9 +111,12 @@ def test_what_the_guard_notes_is_of_the_callers_own_request_whatever_id_clients_
     bob = Tenant.of("bob")
     notes = {tenant: Watched(Ticket("naive", parse_policy("naive")), "") for tenant in (ALICE, bob)}
     for tenant in (bob, ALICE):
-        admit(engine, request(), Call(Principal(tenant), "", watched={"r": notes[tenant]}))
+        sent = request()
+        sent.lora_request = LoRARequest(tenant.label, 1, "/a")
+        admit(engine, sent, Call(Principal(tenant), "", watched={"r": notes[tenant]}))
     said = "what the client said"
     assert {one: note.cache_salt for one, note in notes.items()} == {one: salts.of(one, "", said) for one in notes}
+    assert all(note.lora_request.lora_name == one.label for one, note in notes.items())
 
 
 def granted(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> tuple[str, ...]:
@@ -203,6 +210,18 @@ def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: Guarde
     client.guard, client._reset = SimpleNamespace(reset=reset), reset_cache  # type: ignore[assignment]
     assert asyncio.run(engine.reset_prefix_cache())
     assert order == ["guard", "cache"]
+
+
+def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(engine: Engine, client: GuardedEngineClient):
+    order = []
+
+    async def reset() -> None:
+        order.append("guard")
+
+    client.guard = SimpleNamespace(reset=reset)  # type: ignore[assignment]
+    for load_inplace in (False, True):
+        assert asyncio.run(engine.add_lora(LoRARequest("a", 1, "/a", load_inplace=load_inplace)))
+    assert order == ["guard"], "a new adapter has no answers yet"
 
 
 class State:

@@ -17,10 +17,14 @@ class Engine:
     """Answers as the connector does; `shed` is what it gives back by itself."""
 
     def __init__(self) -> None:
-        self.held: dict[str, dict[str, Any]] = {}
+        self.all: dict[str, dict[str, dict[str, Any]]] = {"": {}, "adapter": {}}
+        self.held = self.all[""]
         self.asked: list[str] = []
 
-    async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
+    async def control(
+        self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any
+    ) -> dict[str, Any]:
+        self.held = self.all[control.adapter]
         assert (control.owner, control.quota) == (tenant.label, 0.25), "whatever the namespace"
         self.asked.append(control.op)
         if control.op == "list":
@@ -47,8 +51,8 @@ def segments(engine: Engine) -> FrozenSegments:
     return FrozenSegments(lambda: engine, 0.25)
 
 
-def operate(segments: FrozenSegments, op: str, name: str = "", length: int = 1) -> dict[str, Any]:
-    return asyncio.run(segments.operate(ALICE, "", Control(op, name), [0] * length))
+def operate(segments: FrozenSegments, op: str, name: str = "", length: int = 1, adapter: str = "") -> dict[str, Any]:
+    return asyncio.run(segments.operate(ALICE, "", Control(op, name, adapter=adapter), [0] * length))
 
 
 def names(segments: FrozenSegments, tenant: Tenant = ALICE) -> list[tuple[str, int]]:
@@ -81,6 +85,16 @@ def test_what_the_engine_has_let_go_is_noticed_by_the_count(engine: Engine, segm
     num_asked = len(engine.asked)
     assert names(segments) == []
     assert len(engine.asked) == num_asked, "nothing is left to ask about"
+
+
+def test_segments_of_an_adapter_are_apart(segments: FrozenSegments, monkeypatch: pytest.MonkeyPatch):
+    operate(segments, "freeze", "a")
+    operate(segments, "freeze", "a", 2, "adapter")
+    monkeypatch.setattr(frozen, "FRESH_FOR_S", 0.0)
+    view = asyncio.run(segments.view(Principal(ALICE)))
+    assert [(one["num_tokens"], one.get("model")) for one in view] == [(1, None), (2, "adapter")]
+    operate(segments, "delete", "a")
+    assert names(segments) == [("a", 2)]
 
 
 def test_an_old_view_is_asked_for_again(engine: Engine, segments: FrozenSegments, monkeypatch: pytest.MonkeyPatch):

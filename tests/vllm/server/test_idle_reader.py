@@ -150,7 +150,7 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.delenv(API_KEY, raising=False)
 
     async def connected() -> ServerState:
-        entrances: dict[str, Any] = {"generate": None, "reset_prefix_cache": None}
+        entrances: dict[str, Any] = {"generate": None, "reset_prefix_cache": None, "add_lora": None}
         entrances["output_processor"] = SimpleNamespace(process_outputs=None)
         entrances["engine_core"] = SimpleNamespace(add_request_async=None)
         state = ServerState(parse(flags))

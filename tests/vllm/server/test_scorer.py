@@ -30,11 +30,13 @@ class Gate:
         self.num_waiting, self.num_cached, self.fails = 0, 0, False
         self.report = dict(REPORT)
         self.asked: list[tuple[str | None, dict[str, Any], int, dict[str, Any]]] = []
+        self.adapters: list[Any] = []
 
     async def run(
         self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
     ) -> Any | None:
         assert call.yields
+        self.adapters.append(call.lora_request)
         self.asked.append((call.salt, params, len(token_ids), sampling))
         if self.fails:
             return None
@@ -53,7 +55,7 @@ class Gate:
 
 def sample(**changes: Any) -> Sample:
     given = {"prompt": PROMPT, "answer": ANSWER, "logprobs": OURS, "depth": 1, "found": {}}
-    return Sample(TICKET, "a", "salt of a", **{**given, **changes})
+    return Sample(TICKET, "a", Call.own("salt of a", "an adapter"), **{**given, **changes})
 
 
 class Setting:
@@ -93,6 +95,7 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
     setting = play(scene)
     assert setting.gate.lengths == [CHUNK, 2 * CHUNK, len(PROMPT), len(PROMPT)]
     assert {salt for salt, *_ in setting.gate.asked[3:]} == {"salt of a"}
+    assert setting.gate.adapters == [None] * 3 + ["an adapter"] * 4
     _, params, _, sampling = setting.gate.asked[-1]
     assert params[KEY]["answer"] == ANSWER
     assert params[KEY]["control"]["op"] == "score"

@@ -51,6 +51,23 @@ def hide_answer(request: Any, block_size: int) -> None:
     request._block_hasher = hidden
 
 
+def salt_hashes(request: Any, salt: str) -> None:
+    """Give the blocks of a request hashes that only others with this salt have, beside its own one."""
+    hasher = request._block_hasher
+
+    def salted(request: Any) -> list[Any]:
+        own, request.cache_salt = request.cache_salt, f"{salt}/{request.cache_salt or ''}"
+        try:
+            found: list[Any] = hasher(request)
+        finally:
+            request.cache_salt = own
+        return found
+
+    request._block_hasher = salted
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
 def set_prompt(request: Any, token_ids: list[int]) -> None:
     """Give a request that has not been scheduled another prompt; block hashes are those of the new one."""
     request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)

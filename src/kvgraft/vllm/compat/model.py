@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import latent
+from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.latent import is_latent
 from kvgraft.vllm.compat.packing import unpack
@@ -49,6 +51,7 @@ class ModelHost:
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
+        self.adapters = RunnerAdapters(runner)
         self.device: torch.device = runner.device
         self._model = runner.get_model()
         self.layers = layers_of(self._model)
@@ -92,11 +95,19 @@ class ModelHost:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
         hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
         normed = output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
-        return self._model.compute_logits(normed).float()
+        return self._by_parts(self._model.compute_logits, normed).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
-        return embed(self._model, token_ids)
+        return self._by_parts(partial(embed, self._model), token_ids)
+
+    def _by_parts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """As many rows at a time as adapters can be mapped for."""
+        computed = []
+        for part in rows.split(self.max_rows):
+            self.adapters.map_rows(len(part))
+            computed.append(compute(part))
+        return torch.cat(computed)
 
     def metadata(
         self,
@@ -301,6 +312,7 @@ class ModelHost:
 
     @contextmanager
     def _context(self, index: int, slots: Tensor, metadata: Any = None) -> Iterator[None]:
+        self.adapters.map_rows(slots.numel())
         name = self.attentions[index].layer_name
         by_layer = None if metadata is None else {name: metadata}
         with set_forward_context(

@@ -132,8 +132,6 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
             "vLLM's rotary kernel for CPUs, which reads queries of this model wrongly: start with --compilation-config "
             """'{"custom_ops": ["all", "-rotary_embedding"]}'"""
         )
-    if config.lora_config is not None:
-        yield "LoRA: adapters are mapped to the scheduled batch only"
     speculation = config.speculative_config
     if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
         yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"

@@ -34,7 +34,9 @@ class ReuseEligibility:
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         self._is_plain = is_plain(config)
 
-    def of(self, request: Any) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
+    def of(
+        self, request: Any, *, weights_known: bool = True
+    ) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
         """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
         namespaces that it may graft from."""
         try:
@@ -52,22 +54,22 @@ class ReuseEligibility:
             return self._default, "invalid_params", ()
         if (because := params.get(EXACT_BECAUSE)) in REFUSALS:
             return options, because, ()
+        if not weights_known:
+            return options, "lora", ()
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
         return options, "residual_stream" if missing else self._refusal(request, options), salts
 
     def _refusal(self, request: Any, options: RequestOptions) -> str | None:
         """Why a request must not graft, or None."""
         keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
+        penalty = 1.0 if sampling is None else sampling.repetition_penalty
         checks = {
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
             # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
             "tensor_parallel": self._num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
             "unsupported_model": keeps and not self._is_plain,
-            "repetition_penalty": keeps
-            and sampling is not None
-            and sampling.repetition_penalty != 1.0,  # of the prompt
-            "lora": request.lora_request is not None,
+            "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
             "multimodal": bool(request.mm_features),
             "prompt_embeds": request.prompt_embeds is not None,
             "prompt_logprobs": request.skip_reading_prefix_cache,

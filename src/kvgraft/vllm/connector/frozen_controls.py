@@ -4,7 +4,7 @@ from typing import Any
 
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.vllm.connector.request_state import RequestState
-from kvgraft.vllm.options import Control
+from kvgraft.vllm.options import Control, frozen_namespace
 from kvgraft.vllm.pool import SharedPool
 
 
@@ -26,9 +26,14 @@ class FrozenControls:
             `list`: all `segments` of the namespace. Others: the `segment` as it is or was, and `num_segments` that
             there are now. Or an `error` and its `status`.
         """
-        control, namespace = state.options, state.namespace
+        control = state.options
         if not isinstance(control, Control):
             raise TypeError(f"{control!r} is no control operation")
+        namespace = frozen_namespace(state.namespace, control.adapter)
+        if control.op == "freeze" and not state.has_known_weights:
+            return _error(
+                409, f"the weights of adapter {control.adapter!r} are not known, or others were loaded just now"
+            )
         if control.op == "freeze":
             num_blocks = state.request.num_prompt_tokens // self._block_size
             return self._freeze(control, namespace, blocks[:num_blocks])

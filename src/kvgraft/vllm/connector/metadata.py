@@ -72,12 +72,14 @@ class Metadata(KVConnectorMetadata):
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the stores did, by
-    rank; if that has changed, bytes and number of the documents in host memory; and once what things cost."""
+    rank; if that has changed, bytes and number of the documents in host memory; once what things cost; and the digests
+    of adapters that were loaded, by vLLM's ids."""
 
     outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
     stores: dict[int, StoreReport] = field(default_factory=dict)
     documents: tuple[int, int] | None = None
     costs: Costs | None = None
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """All ranks compute the same tokens: one report stands for all, a failure on any rank counts."""
@@ -87,4 +89,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.documents = self.documents or other.documents
             self.stores |= other.stores
             self.costs = self.costs or other.costs
+            self.adapters |= other.adapters
         return self

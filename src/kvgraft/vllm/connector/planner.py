@@ -87,7 +87,7 @@ class Planner:
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
         """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
         watermark."""
-        self.frozen.shed(state.namespace, num_blocks, spare)
+        self.frozen.shed(state.frozen_namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
         """Hold the sources: nothing that vLLM allocates may take them before they are copied."""

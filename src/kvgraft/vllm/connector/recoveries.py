@@ -46,8 +46,8 @@ class Recoveries:
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
         pages = np.array([self._known.pool.held(page) for page in sources], np.int64).reshape(-1, len(tables))
-        job = Job(state.id, options.policy, candidate.plan, tokens, tables, pages, state.documents, state.offer.scope)
-        self._jobs.append(job)
+        rest = state.documents, state.offer.scope, state.adapter
+        self._jobs.append(Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest))
 
     def cancel(self, state: RequestState) -> None:
         """The request was aborted: its blocks and sources stay until the workers have let go."""

@@ -42,8 +42,9 @@ class RefreshControls:
             self._allowance.num_brought += state.prompt_tokens
 
     def grafted(self, state: RequestState, pages: Sequence[int]) -> None:
-        """A request grafts from these pages, which are held."""
-        if self._allowance.share:
+        """A request grafts from these pages, which are held. What is read anew is read by the model itself: text that
+        belongs to an adapter is left out."""
+        if self._allowance.share and state.adapter is None:
             self._refresh.note(state.offer.scope, state.namespace, pages)
 
     def forget(self) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
-from kvgraft.vllm.options import Control, Report, RequestOptions, namespace_label
+from kvgraft.vllm.options import Control, Report, RequestOptions, frozen_namespace, namespace_label
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class RequestState:
         whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
         options: what it asked for; a `Control` is an operation on the frozen pool.
         offer: what it leaves behind for others.
+        adapter: which it runs under, or None; without a digest its KV is like no other.
         shared: scopes of the namespaces that it may graft from beside its own.
         refusal: why it must not graft, or None.
         reason: why nothing was grafted so far.
@@ -64,6 +66,7 @@ class RequestState:
     request: Any
     options: RequestOptions | Control
     offer: Offer
+    adapter: Adapter | None = None
     refusal: str | None = None
     shared: tuple[bytes, ...] = ()
     reason: str | None = None
@@ -117,9 +120,19 @@ class RequestState:
         return self.recovery is not None
 
     @property
+    def has_known_weights(self) -> bool:
+        """Whether its KV is that of others which have the same scope."""
+        return self.adapter is None or bool(self.adapter.digest)
+
+    @property
     def namespace(self) -> str:
         """The isolation key, which vLLM folds into its own hashes too."""
         return self.request.cache_salt or ""
+
+    @property
+    def frozen_namespace(self) -> str:
+        """Where what is frozen lies that it can graft from."""
+        return frozen_namespace(self.namespace, "" if self.adapter is None else self.adapter.request.lora_name)
 
     @property
     def label(self) -> str:

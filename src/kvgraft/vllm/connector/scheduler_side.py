@@ -20,6 +20,7 @@ from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.support import model_identity
+from kvgraft.vllm.connector.adapters import RequestAdapters
 from kvgraft.vllm.connector.continuing import Continuing
 from kvgraft.vllm.connector.discovery import Discovery
 from kvgraft.vllm.connector.early_reports import EarlyReports
@@ -53,6 +54,7 @@ class SchedulerSide:
         self.known: Planner
         self.stored: StoreScheduler | None
         self._flow = program_of(config)
+        self._adapters = RequestAdapters(config)
         self._model = model_identity(config, lasting=self.settings.store is not None)
         self._block_size = int(config.cache_config.block_size)
         self._longest_prompt = config.model_config.max_model_len - 1
@@ -121,11 +123,13 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Take note of a request; one whose parameters are wrong is served without reuse."""
-        scope = scope_digest(self._model, request.cache_salt or "")
-        options, refusal, salts = self._eligibility.of(request)
-        shared = tuple(scope_digest(self._model, salt) for salt in salts)
+        adapter = self._adapters.of(request)
+        model = self._adapters.scoped(self._model, adapter)
+        scope = scope_digest(model, request.cache_salt or "")
+        options, refusal, salts = self._eligibility.of(request, weights_known=adapter is None or bool(adapter.digest))
+        shared = tuple(scope_digest(model, salt) for salt in salts)
         trial_of = (request.kv_transfer_params or {}).get(TRIAL_OF)
-        state = RequestState(request, options, Offer(scope), refusal, shared, is_trial=trial_of is not None)
+        state = RequestState(request, options, Offer(scope), adapter, refusal, shared, is_trial=trial_of is not None)
         self._requests[request.request_id] = state
         self._refresh.arrived(state)
         most = request.num_prompt_tokens + request.max_tokens
@@ -212,6 +216,8 @@ class SchedulerSide:
             reported = WorkerMetadata()
         if reported.documents is not None:
             self.reporting.documents = reported.documents
+        if reported.adapters:
+            self._adapters.learn(reported.adapters, self._requests.values())
         if reported.costs is not None:
             self.known.cost_model.costs = reported.costs
         if self.stored is not None:
@@ -315,6 +321,8 @@ class SchedulerSide:
                     self._offer(state, self._main(self._manager.get_block_ids(state.id)), num_tokens)
 
     def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
+        if not state.has_known_weights:
+            return
         num_computed = min(num_computed, state.request.num_tokens)
         self.known.offer(state, blocks, num_computed)
         self._continuing.remember(state, blocks, num_computed)

@@ -22,6 +22,7 @@ class WorkerSide:
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
+        self._host: ModelHost | None = None
         self._queue: RecoveryQueue | None = None
         self._store: StoreWorker | None = None
         self._ended: dict[str, RecoveryResult] = {}
@@ -35,7 +36,7 @@ class WorkerSide:
         settings = KVGraftSettings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
-        host = ModelHost(runner, settings.kept_residual_layers(num_layers))
+        host = self._host = ModelHost(runner, settings.kept_residual_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         self._queue = RecoveryQueue(host, limit, library)
         if settings.given_costs is None:
@@ -73,7 +74,9 @@ class WorkerSide:
         documents = self._take_documents()
         stores = {} if store is None else {self._config.parallel_config.rank: store}
         costs, self._costs = self._costs, None
-        return WorkerMetadata(outcomes, stores, documents, costs) if outcomes or stores or documents or costs else None
+        adapters = {} if self._host is None else self._host.adapters.take_loaded()
+        told = outcomes, stores, documents, costs, adapters
+        return WorkerMetadata(*told) if any(told) else None
 
     def _take_documents(self) -> tuple[int, int] | None:
         """Bytes and number of the documents that are held, if that has changed."""

@@ -15,6 +15,7 @@ class Call:
 
     Attributes:
         salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
+        lora_request: vLLM's, of a request of the server's own that runs under an adapter.
         kinds: what it is, of `exact_for`: tools.
         yields: whether it gives way to any other one: nobody waits for it.
         reports: what the engine reported on each prompt of the request, in their order; None until it ends.
@@ -25,6 +26,7 @@ class Call:
     principal: Principal
     route: str
     salt: str | None = None
+    lora_request: Any = None
     kinds: frozenset[str] = frozenset()
     yields: bool = False
     watched: dict[str, Watched] = field(default_factory=dict)
@@ -36,9 +38,9 @@ class Call:
         return self.kinds if params.structured_outputs is None else self.kinds | {JSON}
 
     @classmethod
-    def own(cls, cache_salt: str) -> "Call":
-        """One of the server's own, under this cache key."""
-        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, yields=True)
+    def own(cls, cache_salt: str, lora_request: Any = None) -> "Call":
+        """One of the server's own, under this cache key and this adapter."""
+        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, lora_request, yields=True)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)

@@ -47,7 +47,7 @@ class GuardedEngineClient:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
-        client: vLLM's `AsyncLLM`; three of its entrances are replaced on this instance, one of its output processor.
+        client: vLLM's `AsyncLLM`; four of its entrances are replaced on this instance, one of its output processor.
 
     Attributes:
         before_request: awaited before a request enters the engine that does not yield to others.
@@ -67,6 +67,7 @@ class GuardedEngineClient:
         self._client = client
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
+        self._add_lora, client.add_lora = client.add_lora, self.add_lora
         self._stopped = StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
 
@@ -120,6 +121,7 @@ class GuardedEngineClient:
         name = getattr(request, "external_req_id", None) or request.request_id
         if call is not None and (watched := call.watched.get(name)) is not None:
             watched.cache_salt, watched.request_id = request.cache_salt, request.request_id
+            watched.lora_request = request.lora_request
         await self._admit(request)
 
     def _share(self, request: Any, names: Sequence[str]) -> None:
@@ -143,6 +145,12 @@ class GuardedEngineClient:
                 raise
             return False
 
+    async def add_lora(self, lora_request: Any) -> bool:
+        """As vLLM's own, which it calls. Answers of an adapter that gets other weights are not scored any more."""
+        if lora_request.load_inplace and self.guard is not None:
+            await self.guard.reset()
+        return bool(await self._add_lora(lora_request))
+
     @property
     def is_idle(self) -> bool:
         """Whether no request is in flight."""
@@ -152,8 +160,11 @@ class GuardedEngineClient:
         """End a request of `operate` wherever it is, if there is such a one."""
         await self._client.abort(request_id)
 
-    async def control(self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int]) -> dict[str, Any]:
-        """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze.
+    async def control(
+        self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any = None
+    ) -> dict[str, Any]:
+        """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze, which is read
+        under this adapter of vLLM's.
 
         Returns:
             The engine's answer, see `FrozenControls.apply`; empty if the engine has no connector of ours.
@@ -161,7 +172,7 @@ class GuardedEngineClient:
         Raises:
             VLLMValidationError: the text is longer than the model allows.
         """
-        call = Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace))
+        call = Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace), lora_request)
         return await self.operate(call, control, token_ids, f"kvgraft-{control.op}-{self._salts.nobody()[:16]}")
 
     async def operate(self, call: Call, control: Control, token_ids: list[int], request_id: str) -> dict[str, Any]:
@@ -194,7 +205,8 @@ class GuardedEngineClient:
         )
         before, last = CURRENT.set(call), None
         try:
-            async with aclosing(self._generate(tokens_input(token_ids), sampling_params, request_id)) as outputs:
+            prompt, lora = tokens_input(token_ids), call.lora_request
+            async with aclosing(self._generate(prompt, sampling_params, request_id, lora_request=lora)) as outputs:
                 async for output in outputs:
                     last = output
             return last

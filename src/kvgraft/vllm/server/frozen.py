@@ -12,7 +12,7 @@ from kvgraft.vllm.server.engine_client import GuardedEngineClient
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
-Place = tuple[Tenant, str]  # and namespace
+Place = tuple[Tenant, str, str]  # and namespace, and adapter
 Segment = dict[str, Any]
 NO_TEXT = [0]  # operations other than freeze ignore their prompt, which must have a token
 FRESH_FOR_S = 5.0  # how long an answer may be shown again before the engine is asked again
@@ -33,9 +33,17 @@ class FrozenSegments:
         self._refreshing = asyncio.Lock()
 
     async def operate(
-        self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int] | None = None,
+        lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation; returns the engine's answer: all `segments`, or one `segment` and `num_segments`.
+        """Run an operation; `lora_request` is the adapter under which text is frozen.
+
+        Returns:
+            The engine's answer: all `segments`, or one `segment` and `num_segments`.
 
         Raises:
             Refused: the engine refused it, or has no connector of ours.
@@ -43,27 +51,24 @@ class FrozenSegments:
         if not os.environ.get(CONTROL_TOKEN):
             raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
         charged = replace(control, owner=tenant.label, quota=self.quota)
-        answer = await self._engine_client().control(tenant, namespace, charged, token_ids or NO_TEXT)
+        answer = await self._engine_client().control(tenant, namespace, charged, token_ids or NO_TEXT, lora_request)
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
         if not answer.keys() & {"segments", "segment"}:
             raise Refused(503, "the engine runs without KVGraft: start the server with `kvgraft serve`")
-        self._note((tenant, namespace), control, answer)
+        self._note((tenant, namespace, control.adapter), control, answer)
         return answer
 
     async def view(self, principal: Principal) -> list[dict[str, Any]]:
         """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S old."""
         async with self._refreshing:
             mine = [place for place in self._known if principal.is_admin or place[0] == principal.tenant]
-            for tenant, namespace in mine:
-                asked_at = self._asked_at.get((tenant, namespace))
+            for place in mine:
+                asked_at = self._asked_at.get(place)
                 if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
-                    await self.operate(tenant, namespace, Control("list"))
-        return [
-            {"tenant": tenant.label, "namespace": namespace, **segment}
-            for tenant, namespace in mine
-            for segment in self._known.get((tenant, namespace), {}).values()
-        ]
+                    tenant, namespace, adapter = place
+                    await self.operate(tenant, namespace, Control("list", adapter=adapter))
+        return [{**shown(*place), **segment} for place in mine for segment in self._known.get(place, {}).values()]
 
     def _note(self, place: Place, control: Control, answer: dict[str, Any]) -> None:
         """Remember what an answer says of a namespace."""
@@ -80,3 +85,8 @@ class FrozenSegments:
         if not answer.get("segments", answer.get("num_segments")):
             self._known.pop(place, None)
             self._asked_at.pop(place, None)
+
+
+def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
+    """What answers say of where segments lie; the model is named if it is an adapter."""
+    return {"tenant": tenant.label, "namespace": namespace} | ({"model": adapter} if adapter else {})

@@ -41,14 +41,14 @@ class Sample:
 
     Attributes:
         logprobs: of each place of the answer.
-        cache_salt: of its namespace.
+        call: under whose cache key and adapter it is scored.
         depth: as the report says. `found`: where its distances are put.
         trial_of: of an exact answer, the request whose plan is to be tried: the other way round.
     """
 
     ticket: Ticket
     tenant: str
-    cache_salt: str
+    call: Call
     prompt: list[int]
     answer: list[int]
     logprobs: list[Logprobs]
@@ -59,8 +59,8 @@ class Sample:
     @classmethod
     def of(cls, one: Watched, depth: int, *, would: bool = False) -> "Sample":
         """`would`: its answer is exact, and what it would have been is to be tried."""
-        salt, of = one.cache_salt or "", one.request_id if would else None
-        return cls(one.ticket, one.tenant, salt, one.prompt, one.answer, one.logprobs, depth, one.found, of)
+        call, of = Call.own(one.cache_salt or "", one.lora_request), one.request_id if would else None
+        return cls(one.ticket, one.tenant, call, one.prompt, one.answer, one.logprobs, depth, one.found, of)
 
 
 class Scorer:
@@ -123,7 +123,10 @@ class Scorer:
     async def _warm_up(self) -> None:
         """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
         nobody is to wait for that later."""
-        asked = (self._answer(secrets.token_hex(), Control(SCORE).as_params(), [0], [0] * count) for count in (1, 2, 3))
+        asked = (
+            self._answer(Call.own(secrets.token_hex()), Control(SCORE).as_params(), [0], [0] * count)
+            for count in (1, 2, 3)
+        )
         for error in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(error, Exception):  # likewise
                 logger.warning("the guard could not be warmed up: %s", error)
@@ -142,9 +145,9 @@ class Scorer:
         for stop in [*range(CHUNK, len(prompt), CHUNK), len(prompt)]:
             async with self._computes:
                 await self._turn()
-                output = await self._send(sample.cache_salt, params, prompt[:stop])
+                output = await self._send(sample.call, params, prompt[:stop])
                 self._charge(stop - (output.num_cached_tokens or 0))
-        output = await self._answer(sample.cache_salt, params, prompt, sample.answer)
+        output = await self._answer(sample.call, params, prompt, sample.answer)
         self._charge(len(prompt) - (output.num_cached_tokens or 0) + len(sample.answer))
         return places(output.outputs[0].logprobs)
 
@@ -153,7 +156,7 @@ class Scorer:
         async with self._computes:
             await self._turn()
         params = {KEY: {"policy": str(sample.ticket.policy)}, TRIAL_OF: sample.trial_of}
-        output = await self._answer(sample.cache_salt, params, sample.prompt, sample.answer)
+        output = await self._answer(sample.call, params, sample.prompt, sample.answer)
         report = output.kv_transfer_params[KEY]
         self._charge(report["recomputed_tokens"] + report["fresh_tokens"] + len(sample.answer))
         if report["outcome"] != Outcome.GRAFTED:
@@ -176,17 +179,15 @@ class Scorer:
         self._floor = self._clock() + FLOOR_S * min(1.0, num_tokens / CHUNK)
         self._metrics.tokens.inc(num_tokens)
 
-    async def _answer(self, cache_salt: str, params: dict[str, Any], prompt: list[int], answer: list[int]) -> Any:
+    async def _answer(self, call: Call, params: dict[str, Any], prompt: list[int], answer: list[int]) -> Any:
         """vLLM's output of a request that gives its answer, with log-probabilities."""
         given = {**params, KEY: {**params[KEY], "answer": answer}}
-        return await self._send(
-            cache_salt, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True
-        )
+        return await self._send(call, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True)
 
-    async def _send(self, cache_salt: str, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+    async def _send(self, call: Call, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
         """vLLM's last output of a request that gives way to all others."""
         request_id = f"kvgraft-{SCORE}-{secrets.token_hex(8)}"
-        output = await self._engine_client.run(Call.own(cache_salt), params, tokens, request_id, **sampling)
+        output = await self._engine_client.run(call, params, tokens, request_id, **sampling)
         if output is None:
             raise ValueError("it was aborted")
         return output

@@ -8,6 +8,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, Tokeni
 
 from kvgraft.vllm.options import MAX_NAME, Control, check_name
 from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.frozen import shown
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.server.sharing import SHARED
 from kvgraft.vllm.server.tenancy import Tenant
@@ -44,7 +45,8 @@ class Message(BaseModel):
 
 
 class Freeze(BaseModel):
-    """What to keep: a text, or messages as the chat template renders them, under a name in a tenant's namespace."""
+    """What to keep: a text, or messages as the chat template renders them, under a name in a tenant's namespace.
+    `model` names the adapter under which it is read: requests with that model graft from it, and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,6 +55,7 @@ class Freeze(BaseModel):
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     namespace: Namespace = ""
     tenant: Label | None = None
+    model: Label | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "Freeze":
@@ -66,15 +69,21 @@ async def freeze(wanted: Freeze, request: Request) -> dict[str, Any]:
     """Compute a document and keep it; the answer names it, and how many there are."""
     tenant = _owner(request, wanted.tenant, wanted.namespace)
     token_ids = await _token_ids(wanted, request)
-    return await _operate(request, tenant, wanted.namespace, Control("freeze", wanted.name), token_ids)
+    lora_request = _adapter(request, wanted.model)
+    control = Control("freeze", wanted.name, adapter=_adapter_name(request, wanted.model))
+    return await _operate(request, tenant, wanted.namespace, control, token_ids, lora_request)
 
 
 @router.get(PATH)
 async def list_segments(
-    request: Request, tenant: Annotated[Label | None, Query()] = None, namespace: Annotated[Namespace, Query()] = ""
+    request: Request,
+    tenant: Annotated[Label | None, Query()] = None,
+    namespace: Annotated[Namespace, Query()] = "",
+    model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
-    """All frozen segments of a tenant's namespace."""
-    return await _operate(request, _owner(request, tenant, namespace), namespace, Control("list"))
+    """All frozen segments of a tenant's namespace, of one model."""
+    control = Control("list", adapter=_adapter_name(request, model))
+    return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
 
 @router.delete(PATH + "/{name:path}")
@@ -83,9 +92,11 @@ async def delete(
     name: Name,
     tenant: Annotated[Label | None, Query()] = None,
     namespace: Annotated[Namespace, Query()] = "",
+    model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
     """Let a segment go."""
-    return await _operate(request, _owner(request, tenant, namespace), namespace, Control("delete", name))
+    control = Control("delete", name, adapter=_adapter_name(request, model))
+    return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
 
 @router.get("/v1/kvgraft/tenants")
@@ -99,10 +110,15 @@ async def tenants(request: Request) -> dict[str, Any]:
 
 
 async def _operate(
-    request: Request, tenant: Tenant, namespace: str, control: Control, token_ids: list[int] | None = None
+    request: Request,
+    tenant: Tenant,
+    namespace: str,
+    control: Control,
+    token_ids: list[int] | None = None,
+    lora_request: Any = None,
 ) -> dict[str, Any]:
-    answer = await _state(request).segments.operate(tenant, namespace, control, token_ids)
-    return {"tenant": tenant.label, "namespace": namespace, **answer}
+    answer = await _state(request).segments.operate(tenant, namespace, control, token_ids, lora_request)
+    return {**shown(tenant, namespace, control.adapter), **answer}
 
 
 async def _token_ids(wanted: Freeze, request: Request) -> list[int]:
@@ -117,6 +133,22 @@ async def _token_ids(wanted: Freeze, request: Request) -> list[int]:
     if error is not None:
         raise Refused(error.code, error.message, param=error.param)
     return answer.tokens
+
+
+def _adapter(request: Request, model: str | None) -> Any:
+    """vLLM's request for the adapter that is served under this name; None: it is the model itself."""
+    models = request.app.state.openai_serving_models
+    if model is None or models.is_base_model(model):
+        return None
+    if (found := models.lora_requests.get(model)) is None:
+        raise Refused(404, f"no model {model!r} is served here", param="model")
+    return found
+
+
+def _adapter_name(request: Request, model: str | None) -> str:
+    """The adapter whose segments are meant, be it served by now or not; empty: those of the model itself."""
+    is_base = model is None or request.app.state.openai_serving_models.is_base_model(model)
+    return "" if is_base else str(model)
 
 
 def _owner(request: Request, label: str | None, namespace: str) -> Tenant:

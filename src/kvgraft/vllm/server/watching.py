@@ -20,7 +20,7 @@ class Watched:
 
     Attributes:
         kind: how vLLM's outputs follow each other; None: vLLM was not asked for log-probabilities on our behalf.
-        cache_salt: under which it runs, and `request_id` as the engine knows it, when it has been admitted.
+        cache_salt, lora_request: under which it runs, and `request_id` as the engine knows it, once it is admitted.
         found: its distances from exact KV, when they are known.
         prompt: its tokens. `answer`: those that it has had for an answer, and `logprobs` of each place.
     """
@@ -29,6 +29,7 @@ class Watched:
     tenant: str
     kind: RequestOutputKind | None = None
     cache_salt: str | None = None
+    lora_request: Any = None
     request_id: str = ""
     found: dict[str, float] = field(default_factory=dict)
     prompt: list[int] = field(default_factory=list)
