@@ -100,7 +100,7 @@ class Attribution:
         computed[known] = False
         self._rows = computed.nonzero()[:, 0]
         self._ids = torch.tensor(tokens)[self._rows]
-        self._table = decoder.config.rope.table(self._rows)
+        self._table = decoder.config.rope.fresh_table(self._rows)
         self._visible = torch.arange(total) <= self._rows[:, None]
 
     def logits(self, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -205,6 +205,8 @@ def _greatest(costs: Tensor, share: float) -> Tensor:
 def _feed_forward(decoder: Decoder, layer: int, hidden: Tensor) -> Tensor:
     """As `Decoder.feed_forward`, which works in place and so has no gradient."""
     weights = decoder.weights.layers[layer]
+    if weights.router is not None:
+        raise ValueError("a model with experts has no attribution: only its other layers have a gradient here")
     normed = F.rms_norm(hidden, weights.post_norm.shape, weights.post_norm, decoder.config.norm_eps)
     gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
     return hidden + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)

@@ -31,11 +31,20 @@ TINY: dict[str, Any] = {
     "eos_token_id": EOS,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": None, "rope_parameters": YARN},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "num_hidden_layers": 4},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "deepseek_v3": {
         "first_k_dense_replace": 3,
         "num_key_value_heads": 4,
@@ -45,9 +54,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
         "num_nextn_predict_layers": 0,
+        "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.4},
     },
 }
-FAMILIES["deepseek_v2"] = FAMILIES["deepseek_v3"] | {"q_lora_rank": None}
+FAMILIES["deepseek_v2"] = FAMILIES["deepseek_v3"] | {"q_lora_rank": None, "rope_parameters": TINY["rope_parameters"]}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvgraft.engine.checkpoint import UnsupportedModel, weight_files
 from kvgraft.engine.config import load_config
 from kvgraft.kv.rope import Rope
-from models import BOS, EOS, make_model
+from models import BOS, EOS, FAMILIES, make_model
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -39,12 +39,13 @@ def test_every_field_is_read(model_dirs: dict[str, Path]) -> None:
 
 def test_families_differ_where_they_should(model_dirs: dict[str, Path]) -> None:
     configs = {family: load_config(path) for family, path in model_dirs.items()}
-    assert {family for family, config in configs.items() if config.qk_norm} == {"qwen3"}
+    assert {family for family, config in configs.items() if config.qk_norm} == {"qwen3", "qwen3_moe"}
     assert {family for family, config in configs.items() if config.qkv_bias} == {"qwen2"}
     assert {family for family, config in configs.items() if config.tie_word_embeddings} == {"qwen2"}
     dims = {family: config.head_dim for family, config in configs.items()}
-    assert dims == {"llama": 16, "mistral": 16, "qwen2": 16, "qwen3": 32, "deepseek_v2": 32, "deepseek_v3": 32}
+    assert dims == dict.fromkeys(FAMILIES, 32) | {"llama": 16, "mistral": 16, "qwen2": 16}
     assert {family for family, config in configs.items() if config.latent} == {"deepseek_v2", "deepseek_v3"}
+    assert {family for family, config in configs.items() if config.experts} == {"qwen3_moe"}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,11 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_p
         ("deepseek_v3", {"kv_lora_rank": 25}, "kv_lora_rank must be positive and even, got 25"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be positive and even, got 7"),
         ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank must be positive, got 0"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64, 512 positions"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to 8, got 9"),
+        ("qwen3_moe", {"num_local_experts": 0}, "num_experts must be positive, got 0"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be positive, got 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be positive, got 0"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window None"),
     ],
 )

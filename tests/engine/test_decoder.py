@@ -41,6 +41,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-yarn": ("qwen3_moe", {"rope_parameters": YARN, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe-weights-of-all": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3-moe-every-other-layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen3-moe-no-layer": ("qwen3_moe", {"decoder_sparse_step": 4}),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-query-latent": ("deepseek_v2", {"q_lora_rank": 40, "mlp_bias": True}),
     "deepseek-v3": ("deepseek_v3", {}),
@@ -50,7 +55,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.4}}),
-    "deepseek-v3-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3-yarn-of-one-scale": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "deepseek-v3-yarn-plain": ("deepseek_v3", {"rope_parameters": YARN}),
     "sharded": ("qwen3", {"max_shard_size": "50KB"}),
 }
@@ -95,7 +103,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(family: str, tmp_path: Path) -> None:
     model_dir = make_model(tmp_path, family, dtype=torch.bfloat16)
     decoder = Decoder.from_pretrained(model_dir)
@@ -112,7 +120,7 @@ def test_dtype_is_chosen_by_the_caller(model_dirs: dict[str, Path]) -> None:
     assert decoder.config.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
 def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict[str, Path]) -> None:
     decoder = Decoder.from_pretrained(model_dirs[family])
     config = decoder.config
@@ -184,6 +192,26 @@ def test_wrong_tensors_are_named(
     rewrite(model_dir, change)
     with pytest.raises(ValueError, match=message):
         Decoder.from_pretrained(model_dir)
+
+
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def test_experts_of_a_layer_may_be_one_tensor(model_dirs: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["qwen3_moe"])
+    model.save_pretrained(tmp_path, save_original_format=False)
+    one_by_one = dense_logits(Decoder.from_pretrained(model_dirs["qwen3_moe"]), tokens(50))
+    assert torch.equal(dense_logits(Decoder.from_pretrained(tmp_path), tokens(50)), one_by_one)
+    rewrite(tmp_path, lambda tensors: tensors | {EXPERTS: tensors[EXPERTS][:7]})
+    with pytest.raises(ValueError, match=rf"{EXPERTS}' has shape \[7, 48, 64\], expected \[8, 48, 64\]"):
+        Decoder.from_pretrained(tmp_path)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    rewrite(make_model(tmp_path, "qwen3_moe"), without(EXPERT))
+    with pytest.raises(ValueError, match=f"lacks 1 tensors, the first is '{EXPERT}'"):
+        Decoder.from_pretrained(tmp_path)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE, make_head_map
 from properties import examples
 
-FAMILIES = ("llama", "mistral", "qwen3", "deepseek_v3")  # transformers replaces the word tokenizer of a qwen2
+# transformers replaces the word tokenizer of a qwen2
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v3")
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING: dict[str, Any] = {"kept_share": 1.0, "recomputed": "kept", "update": "overwrite"}
 EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(rounds=1, halo_blocks=0, **EVERYTHING)]
@@ -123,7 +124,7 @@ def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], to
         visible[start:stop, :start] = False
     first = torch.zeros(0)
     for step in range(steps):
-        cos, sin = config.rope.table(torch.arange(len(tokens)))
+        cos, sin = config.rope.fresh_table(torch.arange(len(tokens)))
         hidden = decoder.embed(torch.tensor(tokens))
         for layer in range(config.num_layers):
             query, keys, values = decoder.project(layer, hidden, cos, sin)

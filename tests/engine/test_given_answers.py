@@ -15,7 +15,7 @@ from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4  # of float32 logits of order 1 to 5
 EVERYTHING = "sparsex:recompute_share=1.0"
-FAMILIES = ("llama", "qwen3", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def tokens(count: int, seed: int) -> list[int]:

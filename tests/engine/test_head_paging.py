@@ -66,7 +66,7 @@ def masked_logits(
 ) -> torch.Tensor:
     """Dense attention with a mask for every head: the truth, [n, V]."""
     config, here = decoder.config, torch.arange(len(prompt))
-    cos, sin = config.rope.table(here)
+    cos, sin = config.rope.fresh_table(here)
     hidden = decoder.embed(torch.tensor(prompt))
     causal = here <= here[:, None]
     windowed = causal & ((here < SINKS) | (here > here[:, None] - WINDOW))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from kvgraft.engine.checkpoint import UnsupportedModel, fingerprint, read_json, weight_files
+from kvgraft.engine.experts import Experts, read_experts
 from kvgraft.kv.rope import Rope
 from kvgraft.kv.rope_scaling import mscale
 
@@ -18,6 +19,7 @@ SUPPORTED_ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
@@ -74,11 +76,13 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder of the Llama family, or one with latent attention (DeepSeek) and no experts.
+    """A decoder of the Llama family, maybe with experts (Qwen3-MoE), or one with latent attention (DeepSeek) and none.
 
     Attributes:
         num_kv_heads, head_dim: of what the KV cache holds; with latent attention one head of `rank + rope_dim`.
         latent: None with grouped-query attention.
+        intermediate_size: of the FFNs that are no experts.
+        experts: None if no layer has any.
         max_position: number of positions the model was made for.
         qk_norm: RMSNorm over each query and key head before rotation (Qwen3).
         qkv_bias, out_bias, mlp_bias: whether those linear layers have biases.
@@ -108,6 +112,7 @@ class ModelConfig:
     dtype: torch.dtype
     identity: str
     latent: LatentAttention | None = None
+    experts: Experts | None = None
 
     @property
     def group(self) -> int:
@@ -139,14 +144,15 @@ class ModelConfig:
         return 2 * self.num_heads * self.head_dim * self.hidden_size
 
     @property
-    def ffn_flops(self) -> int:
-        """Those of one token's FFN in one layer."""
-        return 6 * self.hidden_size * self.intermediate_size
-
-    @property
     def attention_flops(self) -> int:
         """Those of one query's attention to one key in one layer, both products."""
         return 4 * self.num_heads * self.head_dim
+
+    def ffn_flops(self, layer: int) -> int:
+        """Those of one token's FFN in a layer; of experts, of those that it goes through and of the router."""
+        if self.experts is not None and layer in self.experts.layers:
+            return self.hidden_size * (6 * self.experts.active * self.experts.inner_size + 2 * self.experts.count)
+        return 6 * self.hidden_size * self.intermediate_size
 
 
 def load_config(model_dir: str | Path) -> ModelConfig:
@@ -179,7 +185,7 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         norm_eps=hf.rms_norm_eps,
         max_position=hf.max_position_embeddings,
         rope=_rope(head_dim, hf.rope_parameters, latent),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture.startswith("Qwen3"),
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         out_bias=attention_bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
@@ -189,6 +195,7 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         dtype=dtype,
         identity=identity,
         latent=latent,
+        experts=read_experts(hf) if architecture == "Qwen3MoeForCausalLM" else None,
     )
 
 
@@ -227,7 +234,8 @@ def _refuse_inexact(hf: Any, architecture: str) -> None:
         )
     window = getattr(hf, "sliding_window", None)
     local_layers = set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}
-    slides = bool(local_layers) or (architecture == "MistralForCausalLM" and window is not None)
+    in_all_layers = architecture in ("MistralForCausalLM", "Qwen3MoeForCausalLM") and window is not None
+    slides = bool(local_layers) or in_all_layers
     if slides and (window is None or window < hf.max_position_embeddings):
         raise UnsupportedModel(
             f"sliding-window attention (sliding_window {window}, {hf.max_position_embeddings} positions) is not "

@@ -1,4 +1,4 @@
-"""A dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek decoder over rows of hidden states.
+"""A Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek decoder over rows of hidden states.
 
 It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `add_attention` and
 `feed_forward`.
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.engine import latent
+from kvgraft.engine import experts, latent
 from kvgraft.engine.config import ModelConfig, load_config
 from kvgraft.engine.weights import LayerWeights, Weights, load_weights
 from kvgraft.kv.rope import rotate
@@ -92,8 +92,9 @@ class Decoder:
         """Hidden states [n, D] after the attention of `layer` -> those that leave it [n, D]."""
         weights = self.weights.layers[layer]
         normed = self._norm(hidden, weights.post_norm)
-        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)  # [n, F] each
-        inner = F.silu(gate, inplace=True).mul_(up)
+        if self.config.experts is not None and weights.router is not None:
+            return experts.mix(self.config.experts, normed, weights.router, weights.gate_up, weights.down).add_(hidden)
+        inner = experts.gated(F.linear(normed, weights.gate_up, weights.gate_up_bias))  # [n, F]
         return F.linear(inner, weights.down, weights.down_bias).add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class Engine:
     """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one thread.
 
     Args:
-        model_dir: a Hugging Face directory of a dense Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V2/V3 model, or the name
-            of a model (`kvgraft models get smollm2`, then `smollm2`).
+        model_dir: a Hugging Face directory of a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek-V2/V3 model, or the
+            name of a model (`kvgraft models get smollm2`, then `smollm2`).
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.

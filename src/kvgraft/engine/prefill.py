@@ -110,7 +110,7 @@ class NativePrefill(PagedPrefill):
             if before_attention is not None:
                 before_attention()
             attended = self._attend(index, hidden, rows, query, self._cache.layout.layers[index])
-            self.ffn_flops += rows.counts * self._decoder.config.ffn_flops
+            self.ffn_flops += rows.counts * self._decoder.config.ffn_flops(index)
             return hidden.with_states(self._decoder.feed_forward(index, attended))
 
     def project(self, index: int, hidden: Hidden) -> None:
@@ -132,7 +132,8 @@ class NativePrefill(PagedPrefill):
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
         with self._timed(self._stage(hidden)):
             part = hidden.only(where)
-            self.ffn_flops += torch.tensor([p.numel() for p in self._rows_of(where)]) * self._decoder.config.ffn_flops
+            counts = torch.tensor([p.numel() for p in self._rows_of(where)])
+            self.ffn_flops += counts * self._decoder.config.ffn_flops(index)
             states = hidden.states.clone()
             states[where[hidden.where]] = self._decoder.feed_forward(index, part.states)
             return hidden.with_states(states)

@@ -186,8 +186,8 @@ class Scheduler:
         config = self.decoder.config
         report.recomputed_tokens = ctx.recomputed
         report.computed_share = ctx.projected / (report.prompt_tokens * ctx.num_layers)
-        report.ffn_flops = ctx.finished * config.ffn_flops
-        report.flops = report.ffn_flops + ctx.projected * config.project_flops + ctx.finished * config.output_flops
+        report.ffn_flops = sum(count * config.ffn_flops(layer) for layer, count in enumerate(ctx.finished))
+        report.flops = report.ffn_flops + ctx.projected * config.project_flops + sum(ctx.finished) * config.output_flops
         report.flops += ctx.attended * config.attention_flops + ctx.scored * config.attention_flops // 2
         report.kv_bytes += ctx.scratch_bytes
         report.counts["kept_tokens"] = ctx.num_kept - report.fresh_tokens

@@ -1,7 +1,8 @@
 """The weights of a decoder, read from safetensors tensor by tensor into fused matrices."""
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from kvgraft.engine.checkpoint import weight_files
 from kvgraft.engine.config import LatentAttention, ModelConfig
+from kvgraft.engine.experts import Experts
 
+_Parts = dict[str, tuple[int, ...]]  # stored tensors, by name and shape, that are stacked
 _Linears = dict[str, tuple[bool, dict[str, int], int]]  # field -> biased, stored layers with their rows, columns
 _Norms = dict[str, tuple[str, int]]  # field -> stored norm, size
 _PROGRESS_FROM_BYTES = 1_000_000_000
@@ -24,6 +27,7 @@ _PROGRESS_FROM_BYTES = 1_000_000_000
 class LayerWeights:
     """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and norms are None.
 
+    With a router: E experts, F inner of one, their matrices one below the other.
     With latent attention: r and q the ranks of the latents, t rope_dim, n = nope_dim + t, v value_dim.
     """
 
@@ -31,8 +35,8 @@ class LayerWeights:
     qkv: Tensor  # [(Hq + 2 Hkv) d, D]; latent: [q + r + t, D], without a latent of the queries [Hq n + r + t, D]
     out: Tensor  # [D, Hq d]; latent: [D, Hq v]
     post_norm: Tensor  # [D]
-    gate_up: Tensor  # [2 F, D]
-    down: Tensor  # [D, F]
+    gate_up: Tensor  # [2 F, D]; of experts [E 2 F, D]
+    down: Tensor  # [D, F]; of experts [E D, F]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -41,6 +45,7 @@ class LayerWeights:
     k_norm: Tensor | None = None  # [d]; latent: [r]
     query_up: Tensor | None = None  # latent: [Hq n, q]
     kv_up: Tensor | None = None  # latent: [Hq (nope_dim + v), r]
+    router: Tensor | None = None  # [E, D]
 
 
 @dataclass(frozen=True)
@@ -67,39 +72,38 @@ def load_weights(
     files = weight_files(Path(model_dir))
     targets: dict[str, Tensor] = {}  # stored name -> where it goes
 
-    def fused(parts: dict[str, tuple[int, ...]]) -> Tensor:
-        rows = [shape[0] for shape in parts.values()]
-        whole = torch.empty(sum(rows), *next(iter(parts.values()))[1:], dtype=dtype, device=device)
-        targets.update(zip(parts, whole.split(rows), strict=True))
-        return whole
+    def fused(parts: _Parts) -> Tensor:
+        sizes = [math.prod(shape) for shape in parts.values()]
+        whole = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for (name, shape), part in zip(parts.items(), whole.split(sizes), strict=True):
+            targets[name] = part.view(shape)
+        return whole.view(-1, *shape[1:][-1:])
 
     table = (config.vocab_size, config.hidden_size)
     embedding = fused({"model.embed_tokens.weight": table})
     norm = fused({"model.norm.weight": table[1:]})
+    stored = {name for path in files for name in _names(path)}
     layers = tuple(
-        LayerWeights(**{field: fused(parts) for field, parts in _layer_parts(config, f"model.layers.{i}.").items()})
+        LayerWeights(**{field: fused(parts) for field, parts in _layer_parts(config, i, stored).items()})
         for i in range(config.num_layers)
     )
-    tied = config.tie_word_embeddings and not any("lm_head.weight" in _names(path) for path in files)
+    tied = config.tie_word_embeddings and "lm_head.weight" not in stored
     head = embedding if tied else fused({"lm_head.weight": table})
     _fill(targets, files)
     return Weights(embedding, layers, norm, head)
 
 
-def _layer_parts(config: ModelConfig, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Field of LayerWeights -> the stored tensors, by name and shape, that are stacked into it."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = {
-        "gate_up": (config.mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
-        "down": (config.mlp_bias, {"mlp.down_proj": hidden}, inner),
-    }
-    norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
-    of_attention = _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
-    linears |= of_attention[0]
-    norms |= of_attention[1]
-    parts: dict[str, dict[str, tuple[int, ...]]] = {
-        field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()
-    }
+def _layer_parts(config: ModelConfig, layer: int, stored: Set[str]) -> dict[str, _Parts]:
+    """Field of LayerWeights -> what is stacked into it, of the tensors `stored`."""
+    hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
+    linears, norms = _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
+    norms |= {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
+    parts: dict[str, _Parts] = {field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()}
+    if config.experts is not None and layer in config.experts.layers:
+        parts |= _expert_parts(config.experts, hidden, f"{prefix}mlp.", stored)
+    else:
+        linears["gate_up"] = (config.mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)
+        linears["down"] = (config.mlp_bias, {"mlp.down_proj": hidden}, inner)
     for field, (bias, rows, columns) in linears.items():
         parts[field] = {f"{prefix}{name}.weight": (size, columns) for name, size in rows.items()}
         if bias:
@@ -135,6 +139,19 @@ def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linear
         linears["query_up"] = (False, {"self_attn.q_b_proj": queries}, latent.query_rank)
         norms["q_norm"] = ("self_attn.q_a_layernorm", latent.query_rank)
     return linears, norms
+
+
+def _expert_parts(experts: Experts, hidden: int, prefix: str, stored: Set[str]) -> dict[str, _Parts]:
+    """Those of a layer of experts, which are stored one by one, or as transformers 5 holds them in memory."""
+    count, inner = experts.count, experts.inner_size
+    gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+    parts: dict[str, _Parts] = {"router": {f"{prefix}gate.weight": (count, hidden)}}
+    if gate_up in stored:
+        return parts | {"gate_up": {gate_up: (count, 2 * inner, hidden)}, "down": {down: (count, hidden, inner)}}
+    names = [f"{prefix}experts.{i}" for i in range(count)]
+    parts["gate_up"] = {f"{name}.{half}_proj.weight": (inner, hidden) for name in names for half in ("gate", "up")}
+    parts["down"] = {f"{name}.down_proj.weight": (hidden, inner) for name in names}
+    return parts
 
 
 def _open(path: Path) -> Any:

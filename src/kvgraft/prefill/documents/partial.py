@@ -83,8 +83,8 @@ class PartialPrefill(DocumentContext):
         scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
         recomputed: tokens of documents whose KV is computed anew in the last layer.
         times: seconds spent in select, align and sparse work.
-        projected, attended, finished: tokens whose queries, keys and values were computed, (query, key) pairs, and
-            tokens that went through the rest of a layer, over all layers. `scored`: pairs of scores.
+        projected, attended: tokens whose queries, keys and values were computed, and (query, key) pairs, over all
+            layers. `scored`: pairs of scores. `finished`: tokens that went through the rest of each layer.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class PartialPrefill(DocumentContext):
         self.plan, self.layout, self.stable_layers = plan, layout, stable_layers
         self.num_layers = host.num_layers
         self.num_kept = self.scratch_bytes = self.recomputed = 0
-        self.projected = self.attended = self.finished = self.scored = 0
+        self.projected = self.attended = self.scored = 0
+        self.finished = [0] * self.num_layers
         self.times = StageTimes(host.device)
         self._timed = self.times.timed
         self._host, self._token_ids, self._room = host, token_ids, room
@@ -134,7 +135,7 @@ class PartialPrefill(DocumentContext):
             def attend(tokens: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
                 queries.append(query)
                 self._write(index, scratch, tokens, writes, (keys, values), fuses)
-                return self._attend(scratch, tokens[outputs[tokens]], query[outputs[tokens].to(query.device)])
+                return self._attend(index, scratch, tokens[outputs[tokens]], query[outputs[tokens].to(query.device)])
 
             tokens = hidden.where.nonzero()[:, 0]
             pairs = zip(tokens.split(self._host.max_rows), hidden.states.split(self._host.max_rows), strict=True)
@@ -254,13 +255,13 @@ class PartialPrefill(DocumentContext):
         places = _rank(self._kept[index])[tokens[stays]].to(device)
         self._host.write(index, places, *(part[stays.to(device)] for part in new))
 
-    def _attend(self, scratch: "Scratch", tokens: Tensor, query: Tensor) -> Tensor | None:
+    def _attend(self, index: int, scratch: "Scratch", tokens: Tensor, query: Tensor) -> Tensor | None:
         """Attention [n, Hq, d] of these tokens int64 [n] to what stands before them in the scratch."""
         if not tokens.numel():
             return None
         place = scratch.place(tokens).cpu()
         self.attended += int((place + 1).sum())
-        self.finished += tokens.numel()
+        self.finished[index] += tokens.numel()
         slots = torch.arange(scratch.keys.shape[1], device=query.device)
         layout = AttentionLayout.of([place], [slots[None]])
         return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, self._host.scale)

@@ -1,0 +1,71 @@
+"""Mixture of experts (Qwen3-MoE): FFNs of which a router picks a few for each row.
+
+The pick of a row depends on that row alone, so that any rows of any requests go through together.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvgraft.engine.checkpoint import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of a model's experts.
+
+    Attributes:
+        count, active: experts of a layer, and how many of them a row goes through.
+        inner_size: of one expert.
+        normed: whether the weights of the picked add up to 1, not those of all.
+        layers: which layers have experts; the others have one FFN for all rows.
+    """
+
+    count: int
+    active: int
+    inner_size: int
+    normed: bool
+    layers: frozenset[int]
+
+
+def read_experts(hf: Any) -> Experts | None:
+    """Of a transformers config; None if no layer has any. Raises UnsupportedModel for sizes that make no sense."""
+    for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
+        if getattr(hf, name) < 1:
+            raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
+    if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok must be 1 to {hf.num_experts}, got {hf.num_experts_per_tok}")
+    every = hf.decoder_sparse_step
+    layers = frozenset(range(every - 1, hf.num_hidden_layers, every)) - set(hf.mlp_only_layers)
+    if not layers:
+        return None
+    return Experts(hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, bool(hf.norm_topk_prob), layers)
+
+
+def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Normed states [n, D] -> [n, D], each row the weighted sum of its experts' outputs.
+
+    router: [E, D]. gate_up, down: [E 2 F, D] and [E D, F], the matrices of all experts one below the other.
+    """
+    weights, picked = F.linear(rows, router).softmax(-1, dtype=torch.float32).topk(experts.active)  # [n, k] each
+    if experts.normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights, picked = weights.to(rows.dtype).flatten(), picked.flatten()  # [n k]
+    pairs = picked.argsort(stable=True).split(picked.bincount(minlength=experts.count).tolist())  # by expert
+    gate_up, down = (matrices.unflatten(0, (experts.count, -1)) for matrices in (gate_up, down))
+    mixed = torch.zeros_like(rows)
+    for expert, mine in enumerate(pairs):
+        if mine.numel():
+            where = mine // experts.active
+            outputs = F.linear(gated(F.linear(rows[where], gate_up[expert])), down[expert])
+            mixed.index_add_(0, where, outputs.mul_(weights[mine, None]))
+    return mixed
+
+
+def gated(rows: Tensor) -> Tensor:
+    """SwiGLU: gate and up side by side [n, 2 F] -> [n, F]; overwrites the gate."""
+    gate, up = rows.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
