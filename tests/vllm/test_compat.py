@@ -12,7 +12,13 @@ from torch import nn
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import WORKER_CLASS, support, transfer_config
@@ -123,24 +129,10 @@ def test_the_models_own_code_is_refused_where_vllm_would_run_it():
 
 def test_all_reasons_stand_in_one_message():
     config = configure(enable_prefix_caching=False, worker_cls="auto", trust_remote_code=True, kv_cache_dtype="fp8")
-    said = refusal(config, cache_of(spec_of(), spec_of()))
+    said = refusal(config, cache_of(spec_of(SlidingWindowSpec, sliding_window=64)))
     for part in ("trust_remote_code", "worker class", "prefix caching off", "KV cache dtype fp8", "KV cache groups"):
         assert said.count(part) == 1
     assert said.count("; ") == 4
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [
-        [],
-        [spec_of(), spec_of()],
-        [spec_of(SlidingWindowSpec, sliding_window=64)],
-    ],
-    ids=["none", "two", "sliding"],
-)
-def test_only_one_group_of_full_attention_is_supported(specs: list[Any]):
-    names = str([type(spec).__name__ for spec in specs])
-    assert refusal(configure(), cache_of(*specs)).startswith(f"KV cache groups {names}")
 
 
 def test_auxiliary_outputs_are_refused():
@@ -150,6 +142,38 @@ def test_auxiliary_outputs_are_refused():
 
 
 SUPPORTED = "0.31 (tested), 0.32 (tested), 0.33 (contract checked, not run)"
+WINDOW = spec_of(SlidingWindowSpec, sliding_window=64)
+
+
+@pytest.mark.parametrize("specs", [[], [WINDOW], [spec_of(CrossAttentionSpec), spec_of()]], ids=str)
+def test_groups_are_of_full_attention_and_of_windows(specs: list[Any]):
+    names = str([type(spec).__name__ for spec in specs])
+    assert refusal(configure(), cache_of(*specs)).startswith(f"KV cache groups {names}")
+
+
+@pytest.mark.parametrize("specs", [[spec_of(), WINDOW], [WINDOW, spec_of(), WINDOW], [spec_of(), spec_of()]], ids=str)
+def test_windows_go_beside_full_attention(specs: list[Any]):
+    check_supported(configure(prefix_cache_retention_interval=None), cache_of(*specs))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "reason"),
+    [
+        ({}, {}, "prefix_cache_retention_interval 0"),
+        ({"prefix_cache_retention_interval": None}, {"store_ram_gib": 1}, "a store beside groups with windows"),
+        (
+            {"prefix_cache_retention_interval": None, "enforce_eager": True},
+            {"residual_layers": [1]},
+            "residual streams beside groups with windows",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_go_with_windows(changes: dict[str, Any], settings: dict[str, Any], reason: str):
+    config = configure(**changes, kv_transfer_config=transfer_config(**settings))
+    said = refusal(config, cache_of(spec_of(), WINDOW))
+    assert said.count(";") == 0
+    assert said.startswith(reason)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0", "0.33.1rc1"])

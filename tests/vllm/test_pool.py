@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from kvgraft.segments.frozen import FrozenPool
+from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.pool import SharedPool
 from properties import examples
 
 BLOCK, NUM_PAGES = 4, 9
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
 def make_pool(num_pages: int = NUM_PAGES) -> BlockPool:
@@ -59,7 +63,7 @@ def blocks() -> BlockPool:
 
 @pytest.fixture
 def pool(blocks: BlockPool) -> SharedPool:
-    return SharedPool(blocks, BLOCK)
+    return SharedPool(blocks, BLOCK, CacheGroups(blocks, [], [FULL], BLOCK))
 
 
 def test_the_null_block_is_no_page(pool: SharedPool):
@@ -159,7 +163,7 @@ class Conservation(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = make_pool()
-        self.pool = SharedPool(self.blocks, BLOCK)
+        self.pool = SharedPool(self.blocks, BLOCK, CacheGroups(self.blocks, [], [FULL], BLOCK))
         self.requests: list[list[int]] = []
         self.held: list[list[int]] = []
         self.promised: list[tuple[list[int], np.ndarray]] = []  # what is held, and its versions then

@@ -40,18 +40,24 @@ class CacheGroups:
     """The groups of one server.
 
     Args:
-        kv_cache_manager: vLLM's.
+        block_pool: vLLM's, which all groups share.
+        managers: of each group, vLLM's.
+        specs: of each group, what its pages hold.
 
     Attributes:
         main: number of the main group.
         others: numbers of the other groups.
     """
 
-    def __init__(self, kv_cache_manager: Any, block_size: int) -> None:
-        specs = [group.kv_cache_spec for group in kv_cache_manager.kv_cache_config.kv_cache_groups]
+    def __init__(self, block_pool: Any, managers: Sequence[Any], specs: Sequence[Any], block_size: int) -> None:
         self.main, *self.others = order_of(specs)
-        self._pool, self._block_size = kv_cache_manager.block_pool, block_size
-        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._pool, self._managers, self._block_size = block_pool, managers, block_size
+
+    @classmethod
+    def of(cls, kv_cache_manager: Any, block_size: int) -> "CacheGroups":
+        """Those of vLLM's KV cache manager."""
+        specs = [group.kv_cache_spec for group in kv_cache_manager.kv_cache_config.kv_cache_groups]
+        return cls(kv_cache_manager.block_pool, kv_cache_manager.coordinator.single_type_managers, specs, block_size)
 
     def counterparts(self, page: int) -> tuple[int, ...] | None:
         """Of a page of the main group, one in each other group; None if one of them is gone."""

@@ -202,7 +202,8 @@ def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
     settings, num_layers = KVGraftSettings.of(config), config.model_config.get_num_layers(config.parallel_config)
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
-    if (interval := config.cache_config.prefix_cache_retention_interval) is not None:
+    has_windows = not all(isinstance(spec, FullAttentionSpec) for spec in specs)
+    if has_windows and (interval := config.cache_config.prefix_cache_retention_interval) is not None:
         yield f"prefix_cache_retention_interval {interval}: windows must be found wherever they end: None, as we serve"
     if settings.store is not None:
         yield f"a store {beside}"

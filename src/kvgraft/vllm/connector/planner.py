@@ -38,7 +38,7 @@ class Planner:
         frozen_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:
-        self.groups = CacheGroups(kv_cache_manager, block_size)
+        self.groups = CacheGroups.of(kv_cache_manager, block_size)
         self.pool = SharedPool(kv_cache_manager.block_pool, block_size, self.groups)
         self.index = ReuseIndex(
             self.pool,
