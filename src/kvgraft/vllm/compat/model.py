@@ -13,6 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, decode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
@@ -46,6 +47,8 @@ class ModelHost:
         self.num_kv_heads = self.attentions[0].num_kv_heads
         self.head_dim = self.attentions[0].head_size
         self.dtype: torch.dtype = self.config.model_config.dtype
+        self.cache_dtype: str = self.attentions[0].kv_cache_dtype
+        self.code_dtype: torch.dtype = FP8.get(self.cache_dtype, self.attentions[0].kv_cache.dtype)
         self.scale = float(self.attentions[0].impl.scale)
         self.rope = model_rope(self.config)
         self.block_size = int(self.config.cache_config.block_size)
@@ -178,8 +181,15 @@ class ModelHost:
 
     def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, for slots that `blocks_of` has taken apart."""
-        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
-        return tuple(x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values))  # type: ignore[return-value]
+        return self._decode(index, *self._codes(index, blocks, local))
+
+    def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As `read`, but without their scales where the cache is quantised: as the cache holds them."""
+        return self._codes(index, *self.blocks_of(slots))
+
+    def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
+        self.write(index, *self._decode(index, keys, values), slots)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them."""
@@ -200,12 +210,24 @@ class ModelHost:
         gathered = group.all_gather(scores.to(self.device)[None], dim=0)  # [ranks, n]
         return gathered.sum(0) if reduction == "sum" else gathered.amax(0)
 
+    def _codes(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
+        rows = [x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values)]
+        return as_codes(rows[0], self.cache_dtype), as_codes(rows[1], self.cache_dtype)
+
+    def _decode(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        attention = self.attentions[index]
+        return (
+            decode(keys, attention._k_scale_float, self.dtype),
+            decode(values, attention._v_scale_float, self.dtype),
+        )
+
     def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
         taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
         if not current_platform.is_cpu():
             return taken[..., : self.head_dim], taken[..., self.head_dim :]
-        return unpack(taken, self.head_dim, self.attentions[0].isa)
+        return unpack(taken, self.head_dim, self.attentions[0].isa, self.dtype, self.cache_dtype)
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""
@@ -216,15 +238,18 @@ class ModelHost:
 
     def _check_layout(self) -> None:
         """Write to the null block, which nothing reads, and read it back."""
+        name = type(self.attentions[0].impl).__name__
+        if any(scale.numel() != 1 for layer in self.attentions for scale in (layer._k_scale, layer._v_scale)):
+            raise UnsupportedConfiguration(f"KVGraft cannot read KV of {name} with a scale for each head")
         generator = torch.Generator().manual_seed(0)
         shape = (self.block_size, self.num_kv_heads, self.head_dim)
-        keys, values = (torch.randn(shape, generator=generator).to(self.attentions[0].kv_cache) for _ in range(2))
+        drawn = (torch.randn(shape, generator=generator).to(self.device, self.code_dtype) for _ in range(2))
+        keys, values = self._decode(0, *drawn)  # what the cache holds exactly
         slots = torch.arange(self.block_size, device=self.device)
         self.write(0, keys, values, slots)
         again = self.read(0, slots)
         if not (torch.equal(again[0], keys) and torch.equal(again[1], values)):
-            name = type(self.attentions[0].impl).__name__
-            raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name}")
+            raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name} ({self.cache_dtype})")
 
     def _by_head(self, rows: Tensor) -> Tensor:
         return rows.view(rows.shape[0], -1, self.head_dim)
