@@ -36,6 +36,17 @@ def as_codes(stored: Tensor, cache_dtype: str) -> Tensor:
 
 
 def decode(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Codes times their scale, rounded once. What a backend makes of it under that scale are the same codes: dtype has
-    more digits than they."""
-    return codes.to(dtype) * scale if codes.dtype in FP8.values() else codes.to(dtype)
+    """What codes of a quantised cache stand for, rounded to dtype once."""
+    return codes.to(dtype) * scale
+
+
+def encode(numbers: Tensor, scale: float, kind: torch.dtype) -> Tensor:
+    """The nearest codes of this dtype; the largest one for all that is beyond it."""
+    limit = torch.finfo(kind).max
+    return (numbers.float() / scale).clamp(-limit, limit).to(kind)
+
+
+def as_written(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Numbers of which a backend makes just these codes, whether it rounds to the nearest one, as on GPUs, or towards
+    zero, as vLLM's CPU kernels do: an eighth to a quarter of a step above them."""
+    return codes.to(dtype) * (scale * (1 + torch.finfo(codes.dtype).eps / 8))

@@ -13,7 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, decode
+from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, decode, encode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
@@ -48,6 +48,7 @@ class ModelHost:
         self.head_dim = self.attentions[0].head_size
         self.dtype: torch.dtype = self.config.model_config.dtype
         self.cache_dtype: str = self.attentions[0].kv_cache_dtype
+        self._is_quantised = self.cache_dtype in FP8
         self.code_dtype: torch.dtype = FP8.get(self.cache_dtype, self.attentions[0].kv_cache.dtype)
         self.scale = float(self.attentions[0].impl.scale)
         self.rope = model_rope(self.config)
@@ -119,7 +120,7 @@ class ModelHost:
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None:
-                self.write(index, self._by_head(key), self._by_head(value), slots)  # as the attention is about to
+                self._update(index, self._by_head(key), self._by_head(value), slots)  # as the attention is about to
                 before_attention()
 
         with self._context(metadata, slots), self._watch(index, watch):
@@ -131,7 +132,7 @@ class ModelHost:
         seen: list[Tensor] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self.write(index, self._by_head(key), self._by_head(value), slots)
+            self._update(index, self._by_head(key), self._by_head(value), slots)
             seen.append(query)
             raise _Stop
 
@@ -181,7 +182,11 @@ class ModelHost:
 
     def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, for slots that `blocks_of` has taken apart."""
-        return self._decode(index, *self._codes(index, blocks, local))
+        keys, values = self._codes(index, blocks, local)
+        if not self._is_quantised:
+            return keys, values
+        k_scale, v_scale = self._scales(index)
+        return decode(keys, k_scale, self.dtype), decode(values, v_scale, self.dtype)
 
     def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, but without their scales where the cache is quantised: as the cache holds them."""
@@ -189,10 +194,21 @@ class ModelHost:
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
-        self.write(index, *self._decode(index, keys, values), slots)
+        if self._is_quantised:
+            (k_scale, v_scale), dtype = self._scales(index), self.dtype
+            keys, values = as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
+        self._update(index, keys, values, slots)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them."""
+        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where the cache is
+        quantised, the nearest numbers that it has."""
+        if self._is_quantised:
+            k_scale, v_scale = self._scales(index)
+            keys, values = encode(keys, k_scale, self.code_dtype), encode(values, v_scale, self.code_dtype)
+        self.write_codes(index, keys, values, slots)
+
+    def _update(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values as the attention does."""
         attention = self.attentions[index]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
@@ -215,12 +231,9 @@ class ModelHost:
         rows = [x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values)]
         return as_codes(rows[0], self.cache_dtype), as_codes(rows[1], self.cache_dtype)
 
-    def _decode(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _scales(self, index: int) -> tuple[float, float]:
         attention = self.attentions[index]
-        return (
-            decode(keys, attention._k_scale_float, self.dtype),
-            decode(values, attention._v_scale_float, self.dtype),
-        )
+        return attention._k_scale_float, attention._v_scale_float
 
     def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
@@ -239,16 +252,15 @@ class ModelHost:
     def _check_layout(self) -> None:
         """Write to the null block, which nothing reads, and read it back."""
         name = type(self.attentions[0].impl).__name__
-        if any(scale.numel() != 1 for layer in self.attentions for scale in (layer._k_scale, layer._v_scale)):
+        if any(attention._k_scale.numel() != 1 for attention in self.attentions):
             raise UnsupportedConfiguration(f"KVGraft cannot read KV of {name} with a scale for each head")
         generator = torch.Generator().manual_seed(0)
         shape = (self.block_size, self.num_kv_heads, self.head_dim)
-        drawn = (torch.randn(shape, generator=generator).to(self.device, self.code_dtype) for _ in range(2))
-        keys, values = self._decode(0, *drawn)  # what the cache holds exactly
+        drawn = [torch.randn(shape, generator=generator).to(self.device, self.code_dtype) for _ in range(2)]
         slots = torch.arange(self.block_size, device=self.device)
-        self.write(0, keys, values, slots)
-        again = self.read(0, slots)
-        if not (torch.equal(again[0], keys) and torch.equal(again[1], values)):
+        self.write_codes(0, drawn[0], drawn[1], slots)
+        again = self.read_codes(0, slots)
+        if not all(torch.equal(found.float(), codes.float()) for found, codes in zip(again, drawn, strict=True)):
             raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name} ({self.cache_dtype})")
 
     def _by_head(self, rows: Tensor) -> Tensor:
