@@ -102,8 +102,7 @@ def test_every_family_passes(tmp_path: Path, family: str):
         ({"enable_prefix_caching": False}, "prefix caching off"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"worker_cls": "auto"}, f"worker class '.*': start with --worker-cls {WORKER_CLASS}"),
-        ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
-        ({"kv_cache_dtype": "turboquant_k8v4"}, "KV cache dtype turboquant_k8v4"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "KV cache dtype int8_per_token_head"),
         ({"kv_transfer_config": transfer("fail")}, "kv_load_failure_policy 'fail': set 'recompute'"),
         ({"hf_overrides": {"rope_parameters": YARN | {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
         ({"hf_overrides": {"architectures": ["InternLM3ForCausalLM"]}}, "model class InternLM3ForCausalLM"),
@@ -128,9 +127,9 @@ def test_the_models_own_code_is_refused_where_vllm_would_run_it():
 
 
 def test_all_reasons_stand_in_one_message():
-    config = configure(enable_prefix_caching=False, worker_cls="auto", trust_remote_code=True, kv_cache_dtype="fp8")
+    config = configure(enable_prefix_caching=False, worker_cls="auto", trust_remote_code=True, kv_cache_dtype="nvfp4")
     said = refusal(config, cache_of(spec_of(SlidingWindowSpec, sliding_window=64)))
-    for part in ("trust_remote_code", "worker class", "prefix caching off", "KV cache dtype fp8", "KV cache groups"):
+    for part in ("trust_remote_code", "worker class", "prefix caching off", "KV cache dtype nvfp4", "KV cache groups"):
         assert said.count(part) == 1
     assert said.count("; ") == 4
 
@@ -248,19 +247,29 @@ class OneLayer(nn.Module):
 
 
 def make_host(
-    dtype: str, head_dim: int, block_size: int, kernel_block_size: int | None = None, fill: float = float("nan")
+    dtype: str,
+    head_dim: int,
+    block_size: int,
+    kernel_block_size: int | None = None,
+    fill: float = float("nan"),
+    cache_dtype: str = "auto",
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> ModelHost:
     """A host on one of vLLM's attention layers with a cache of its own, without the rest of a model around it."""
     size = kernel_block_size or block_size
-    config = configure(dtype=dtype, block_size=block_size, hf_overrides={"head_dim": head_dim})
+    config = configure(
+        dtype=dtype, block_size=block_size, hf_overrides={"head_dim": head_dim}, kv_cache_dtype=cache_dtype
+    )
     with set_current_vllm_config(config):
         layer = Attention(HEADS, head_dim, head_dim**-0.5, KV_HEADS, cache_config=config.cache_config, prefix="0.attn")
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=getattr(torch, dtype))
+    layer._k_scale_float, layer._v_scale_float = scales  # as a checkpoint sets them
+    stored = layer.kv_cache_torch_dtype
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=stored)
     builder = layer.get_attn_backend().get_builder_cls()(spec, ["0.attn"], config, torch.device("cpu"))
     shape = (BLOCKS * block_size // size, KV_HEADS, size, 2 * head_dim)
-    layer.kv_cache = torch.full(shape, fill, dtype=getattr(torch, dtype))
+    layer.kv_cache = torch.full(shape, fill if stored.is_floating_point else 0, dtype=stored)
     inner = SimpleNamespace(layers=[OneLayer(layer)], config=SimpleNamespace())
-    model = SimpleNamespace(embed_input_ids=lambda ids: numbers(len(ids), 64, dtype=layer.kv_cache.dtype), model=inner)
+    model = SimpleNamespace(embed_input_ids=lambda ids: numbers(len(ids), 64, dtype=getattr(torch, dtype)), model=inner)
     return ModelHost(
         SimpleNamespace(
             vllm_config=config,
@@ -322,7 +331,7 @@ def check_round_trip(host: ModelHost) -> None:
 
 
 def test_a_layout_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvgraft.vllm.compat.packing._key_order", lambda *_: torch.arange(32 * 32).flip(0))
+    monkeypatch.setattr("kvgraft.vllm.compat.packing._orders", lambda *_: torch.arange(32 * 32).flip(0).expand(2, -1))
     with pytest.raises(UnsupportedConfiguration, match="CPUAttentionBackendImpl"):
         make_host("float32", 32, 32)
 
@@ -336,9 +345,13 @@ def causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first:
 
 @pytest.mark.parametrize(("block_size", "kernel_block_size"), [(32, None), (64, 32)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_runs_attend_as_pseudo_sequences(dtype: str, tolerance: float, block_size: int, kernel_block_size: int | None):
-    """Two prompts of different length in scattered blocks; their runs, single tokens among them, in one batch."""
-    host = make_host(dtype, 64, block_size, kernel_block_size, fill=1e4)
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_e5m2"])
+def test_runs_attend_as_pseudo_sequences(
+    cache_dtype: str, dtype: str, tolerance: float, block_size: int, kernel_block_size: int | None
+):
+    """Two prompts of different length in scattered blocks; their runs, single tokens among them, in one batch. What is
+    read of a quantised cache is what is attended to."""
+    host = make_host(dtype, 64, block_size, kernel_block_size, fill=1e4, cache_dtype=cache_dtype, scales=(0.5, 0.25))
     layer, kind = host.attentions[0], getattr(torch, dtype)
     tables, lengths = [np.array([4, 2]), np.array([5])], (block_size + 7, block_size - 3)
     runs = [(0, 2, 3), (0, 9, 14), (0, block_size, block_size + 7), (1, 0, 1), (1, 6, block_size - 3)]
@@ -347,11 +360,11 @@ def test_runs_attend_as_pseudo_sequences(dtype: str, tolerance: float, block_siz
         slots = torch.from_numpy((table[:, None] * block_size + np.arange(block_size)).ravel()[:length])
         keys, values = (numbers(length, KV_HEADS, 64, dtype=kind, seed=10 * seed + i) for i in range(2))
         host.write(0, keys, values, slots)
-        content.append((slots, keys, values))
+        content.append((slots, *host.read(0, slots)))
     where = torch.cat([content[prompt][0][first:stop] for prompt, first, stop in runs])
     query = numbers(where.numel(), HEADS, 64, dtype=kind, seed=6)
     own = [torch.cat([content[p][i][first:stop] for p, first, stop in runs]) for i in (1, 2)]
-    metadata = host.metadata(runs, tables, where)
+    metadata = host.metadata(runs, [tables], [where])
     with torch.inference_mode(), host._context(0, where, metadata[0]):
         found = layer(query.flatten(1), own[0].flatten(1), own[1].flatten(1)).view_as(query)
     row = 0

@@ -107,11 +107,16 @@ HANDED = {
     ("compat/turning.py", "", "config"): CONFIG,
     ("compat/turning.py", "", "config.model_config"): MODEL_CONFIG,
     ("compat/decoder_layers.py", "", "self.attention"): ATTENTION,
-    ("compat/model.py", "", "self.attentions[0]"): ATTENTION,
+    ("compat/model.py", "", "attentions[0]"): ATTENTION,
+    ("compat/layer_caches.py", "", "first"): ATTENTION,
+    ("compat/layer_caches.py", "", "self.attentions[0]"): ATTENTION,
+    ("compat/layer_caches.py", "", "self.attentions[index]"): ATTENTION,
+    ("compat/layer_caches.py", "", "attention"): ATTENTION,
     ("compat/model.py", "", "self.attentions[index]"): ATTENTION,
     ("compat/model.py", "", "attention"): ATTENTION,
-    ("compat/model.py", "", "self.attentions[0].impl"): IMPLS,
-    ("compat/model.py", "", "attention.impl"): IMPLS,
+    ("compat/cache_dtype.py", "", "cache"): CACHE,
+    ("compat/model.py", "", "attentions[0].impl"): IMPLS,
+    ("compat/layer_caches.py", "", "attention.impl"): IMPLS,
     ("compat/model.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
     ("worker.py", "", "super()"): WORKERS,
     ("worker.py", "", "self"): WORKERS,
@@ -210,7 +215,13 @@ HANDED = {
 OWN = {
     "attentions", "attach", "worker_side", "scheduler_side", "_metrics", "sinks", "sink_blocks",
 }  # attributes of `self` that are ours  # fmt: skip
-SET_BY_OTHERS = {(ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers"}
+SET_SCALES = "vllm.model_executor.layers.attention.attention:set_default_quant_scales"
+SET_BY_OTHERS = {
+    (ATTENTION, "isa"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
+    (ATTENTION, "_k_scale"): SET_SCALES,
+    (ATTENTION, "_k_scale_float"): SET_SCALES,
+    (ATTENTION, "_v_scale_float"): SET_SCALES,
+}
 
 
 def resolve(path: str) -> Any:
@@ -290,7 +301,8 @@ def attributes(path: str) -> frozenset[str]:
 def has(path: str, attribute: str) -> bool:
     setter = SET_BY_OTHERS.get((path, attribute))
     if setter is not None:
-        return f".{attribute} = " in inspect.getsource(resolve(setter))
+        source = inspect.getsource(resolve(setter))
+        return f".{attribute} = " in source or f'register_buffer("{attribute}"' in source
     return attribute in attributes(path)
 
 

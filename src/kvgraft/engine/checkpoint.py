@@ -72,23 +72,35 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
         raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
 
 
-def fingerprint(model_dir: Path, files: tuple[Path, ...]) -> tuple[torch.dtype, str]:
-    """The stored dtype, and SHA-256 over config.json and every file's name, size, header and a sample per tensor.
+def stored_dtype(files: tuple[Path, ...]) -> torch.dtype:
+    """The dtype of a checkpoint's weights; UnsupportedModel if the native engine does not compute in it."""
+    dtypes = {tensor.dtype for path in files for tensor in _read_header(path)[1].values()}
+    if not dtypes or not dtypes <= _STORED_DTYPES.keys():
+        raise UnsupportedModel(f"weights of dtypes {sorted(dtypes)} are not supported: F32, F16 and BF16 are")
+    return _STORED_DTYPES[min(dtypes)]
+
+
+def identify(model_dir: str | Path) -> str:
+    """Hexadecimal SHA-256 over config.json and every weight file's name, size, header and a sample per tensor, whatever
+    the weights are: whoever computes with them.
 
     The samples tell two checkpoints of one shape apart (a model and its fine-tune) without reading them whole.
+
+    Raises:
+        FileNotFoundError: the directory, its config.json or its safetensors files are missing.
+        UnsupportedModel: a file is none of safetensors.
     """
+    model_dir = Path(model_dir)
+    if not (model_dir / "config.json").is_file():
+        raise FileNotFoundError(f"{model_dir} is not a model directory: it has no config.json")
     config = (model_dir / "config.json").read_bytes()
     digest = hashlib.sha256(f"{len(config)}|".encode() + config)
-    dtypes: set[str] = set()
-    for path in files:
+    for path in weight_files(model_dir):
         header, tensors = _read_header(path)
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
         digest.update(f"|{path.name}|{path.stat().st_size}|{len(header)}|".encode() + header)
         with path.open("rb") as file:
             for start, end in sorted(tensor.data_offsets for tensor in tensors.values()):
                 size = min(_SAMPLE_BYTES, end - start)
                 file.seek(8 + len(header) + (start + end - size) // 2)
                 digest.update(file.read(size))
-    if not dtypes or not dtypes <= _STORED_DTYPES.keys():
-        raise UnsupportedModel(f"weights of dtypes {sorted(dtypes)} are not supported: F32, F16 and BF16 are")
-    return _STORED_DTYPES[min(dtypes)], digest.hexdigest()
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from kvgraft.engine.checkpoint import UnsupportedModel, fingerprint, read_json, weight_files
+from kvgraft.engine.checkpoint import UnsupportedModel, identify, read_json, stored_dtype, weight_files
 from kvgraft.engine.experts import Experts, read_experts
 from kvgraft.kv.rope import Rope
 from kvgraft.kv.rope_scaling import mscale
@@ -172,7 +172,6 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     if latent is not None:
         head_dim = latent.rank + latent.rope_dim
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    dtype, identity = fingerprint(model_dir, files)
     return ModelConfig(
         architecture=architecture,
         num_layers=hf.num_hidden_layers,
@@ -192,8 +191,8 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_token_ids(hf, model_dir),
         bos_token_id=hf.bos_token_id,
-        dtype=dtype,
-        identity=identity,
+        dtype=stored_dtype(files),
+        identity=identify(model_dir),
         latent=latent,
         experts=read_experts(hf) if architecture == "Qwen3MoeForCausalLM" else None,
     )

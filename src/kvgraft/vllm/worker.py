@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.compat.given_answers import add_given_answers
@@ -46,8 +47,10 @@ def kv_share(config: Any) -> float:
     """Share of the memory of what is kept of each token that keys and values take; residual streams take the rest."""
     model, parallel = config.model_config, config.parallel_config
     num_layers = model.get_num_layers(parallel)
-    kv = 2 * num_layers * model.get_num_kv_heads(parallel) * model.get_head_size()
-    return float(kv / (kv + len(KVGraftSettings.of(config).kept_residual_layers(num_layers)) * model.get_hidden_size()))
+    kv_size = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize
+    kv = 2 * num_layers * model.get_num_kv_heads(parallel) * model.get_head_size() * kv_size
+    streams = len(KVGraftSettings.of(config).kept_residual_layers(num_layers))
+    return float(kv / (kv + streams * model.get_hidden_size() * model.dtype.itemsize))
 
 
 def recovery_bytes(config: Any) -> int:

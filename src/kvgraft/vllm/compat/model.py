@@ -11,15 +11,13 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
-from kvgraft.vllm.compat.latent import is_latent
-from kvgraft.vllm.compat.packing import unpack
+from kvgraft.vllm.compat.layer_caches import LayerCaches
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import turning_of
@@ -33,7 +31,7 @@ class _Stop(Exception):
     """Ends a decoder layer right after its queries, keys and values are known."""
 
 
-class ModelHost:
+class ModelHost(LayerCaches):
     """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel rank).
 
     Args:
@@ -41,43 +39,36 @@ class ModelHost:
         residual_layers: layers of which the residual stream that enters them is kept.
 
     Attributes:
-        is_latent: whether keys are latents (MLA) and values have no channels.
         group_of: by layer, the number of its KV cache group, 0 being the main one (see `groups`).
         turnings, windows: by layer, how its keys turn, and how many tokens back it sees (None: all).
 
     Raises:
-        UnsupportedConfiguration: the cache layout is none that this module can read.
+        UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
     """
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
         self.adapters = RunnerAdapters(runner)
-        self.device: torch.device = runner.device
         self._model = runner.get_model()
         self.layers = layers_of(self._model)
-        self.attentions = [layer.attention for layer in self.layers]
         self.num_layers = len(self.layers)
-        self.is_latent = is_latent(self.attentions[0])
-        self.num_kv_heads = 1 if self.is_latent else self.attentions[0].num_kv_heads
-        self.head_dim = self.attentions[0].head_size
-        self.dtype: torch.dtype = self.config.model_config.dtype
-        self.scale = float(self.attentions[0].impl.scale)
-        self.turnings = [
-            turning_of(self.config, layer.rotary, index, self.head_dim) for index, layer in enumerate(self.layers)
-        ]
-        self.windows = [window_of(attention) for attention in self.attentions]
-        self.block_size = int(self.config.cache_config.block_size)
-        self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
         order = order_of([group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups])
         groups = [(order.index(number), group) for number, of in enumerate(runner.attn_groups) for group in of]
         self._builders = [group.get_metadata_builder() for _, group in groups]
+        sizes = int(self.config.cache_config.block_size), int(self._builders[0].kv_cache_spec.block_size)
+        attentions = [layer.attention for layer in self.layers]
+        super().__init__(attentions, self.config.model_config.dtype, runner.device, *sizes)
         self._group_of_builder = [number for number, _ in groups]
-        names = [attention.layer_name for attention in self.attentions]
+        names = [attention.layer_name for attention in attentions]
         places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}
         self._builder_of = [places[name] for name in names]
         self.group_of = [self._group_of_builder[place] for place in self._builder_of]
-        self._kernel_block_size = int(self._builders[0].kv_cache_spec.block_size)
-        self._check_layout()
+        self.scale = float(attentions[0].impl.scale)
+        self.turnings = [
+            turning_of(self.config, layer.rotary, index, self.head_dim) for index, layer in enumerate(self.layers)
+        ]
+        self.windows = [window_of(attention) for attention in attentions]
+        self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
         self._check_turning()
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
@@ -167,7 +158,7 @@ class ModelHost:
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None:
-                self.write(index, key, value, slots)  # as the attention is about to
+                self._update(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
         with self._context(index, slots, metadata[self._builder_of[index]]), self._watch(index, watch):
@@ -179,7 +170,7 @@ class ModelHost:
         seen: list[Tensor] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self.write(index, key, value, slots)
+            self._update(index, key, value, slots)
             seen.append(query)
             raise _Stop
 
@@ -216,35 +207,6 @@ class ModelHost:
         angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
         return lambda index, keys: self.turnings[index].turn(keys, angles[self.turnings[index]])
 
-    def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these slots, each [n, Hkv, d]."""
-        blocks, local = self.blocks_of(slots)
-        return self.read_blocks(index, blocks, local)
-
-    def blocks_of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct blocks of these slots, and each slot's place among their tokens: int64 [b], [n]."""
-        blocks, inverse = torch.unique(slots // self.block_size, return_inverse=True)
-        return blocks, inverse * self.block_size + slots % self.block_size
-
-    def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read`, for slots that `blocks_of` has taken apart."""
-        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
-        return tuple(x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values))  # type: ignore[return-value]
-
-    def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them."""
-        attention = self.attentions[index]
-        if self.is_latent:
-            latent.write(attention, keys, slots)
-            return
-        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
-
-    def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
-        blocks = self._kernel_blocks(blocks.to(self.device)[None])[0]
-        for attention in self.attentions:
-            attention.kv_cache.index_fill_(0, blocks, 0)
-
     def agree(self, scores: Tensor, reduction: str) -> Tensor:
         """Scores float32 [n] of this rank's heads -> sum or max over all heads, the same on every rank."""
         if get_tensor_model_parallel_world_size() == 1:
@@ -252,34 +214,6 @@ class ModelHost:
         group = get_tp_group()
         gathered = group.all_gather(scores.to(self.device)[None], dim=0)  # [ranks, n]
         return gathered.sum(0) if reduction == "sum" else gathered.amax(0)
-
-    def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
-        taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
-        if self.is_latent:
-            return latent.content(taken)
-        if not current_platform.is_cpu():
-            return taken[..., : self.head_dim], taken[..., self.head_dim :]
-        return unpack(taken, self.head_dim, self.attentions[0].isa)
-
-    def _kernel_blocks(self, blocks: Tensor) -> Tensor:
-        """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""
-        ratio = self.block_size // self._kernel_block_size
-        if ratio == 1:
-            return blocks
-        return (blocks[..., None] * ratio + torch.arange(ratio).to(blocks)).flatten(1)
-
-    def _check_layout(self) -> None:
-        """Write to the null block, which nothing reads, and read it back."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.block_size, self.num_kv_heads, self.head_dim)
-        keys, values = (torch.randn(shape, generator=generator).to(self.attentions[0].kv_cache) for _ in range(2))
-        slots = torch.arange(self.block_size, device=self.device)
-        self.write(0, keys, values, slots)
-        again = self.read(0, slots)
-        if not (torch.equal(again[0], keys) and (self.is_latent or torch.equal(again[1], values))):
-            name = type(self.attentions[0].impl).__name__
-            raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name}")
 
     def _check_turning(self) -> None:
         """Compute keys of the same states at two places, and turn those of the first to the second."""

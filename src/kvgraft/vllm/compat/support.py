@@ -17,9 +17,10 @@ from vllm.v1.kv_cache_interface import (
     is_quantized_kv_cache,
 )
 
-from kvgraft.engine.config import load_config
+from kvgraft.engine.checkpoint import identify
 from kvgraft.kv.heads import HeadMap
 from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
+from kvgraft.vllm.compat.cache_dtype import FP8, cache_dtype_reasons
 from kvgraft.vllm.compat.families import ARCHITECTURES, ONLY_WITHOUT_ROTARY_KERNEL
 from kvgraft.vllm.compat.turning import check_rope
 from kvgraft.vllm.settings import KVGraftSettings
@@ -70,8 +71,8 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
     if reasons or path is None:
         raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
     head_map = HeadMap.load(path)
-    model = load_config(config.model_config.model)
-    head_map.check(model.identity, model.num_layers, model.num_kv_heads)
+    model = config.model_config
+    head_map.check(identify(model.model), model.get_num_layers(config.parallel_config), model.get_total_num_kv_heads())
     return head_map
 
 
@@ -159,8 +160,10 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _store_reasons(config: VllmConfig) -> Iterator[str]:
-    events = config.kv_events_config
-    if KVGraftSettings.of(config).store is not None and events is not None and events.enable_kv_cache_events:
+    events, settings = config.kv_events_config, KVGraftSettings.of(config)
+    if settings.store is not None and settings.store_int8 and config.cache_config.cache_dtype in FP8:
+        yield f"store_int8 and KV cache dtype {config.cache_config.cache_dtype}, which has a byte a number already"
+    if settings.store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
 
 
@@ -169,7 +172,7 @@ def _profile_reasons(config: VllmConfig) -> Iterator[str]:
     if profile is None:
         return
     try:
-        profile.check_model(load_config(config.model_config.model).identity)
+        profile.check_model(identify(config.model_config.model))
     except (FileNotFoundError, ValueError) as error:
         yield str(error)
 
@@ -182,8 +185,9 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
         without = config.model_config.use_mla and current_platform.is_cpu()  # and without AMX
         hint = " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)" if without else ""
         yield f"prefix caching off: block hashes are the identity of content{hint}"
-    if is_quantized_kv_cache(config.cache_config.cache_dtype):
-        yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+    yield from cache_dtype_reasons(config.cache_config)
+    if config.model_config.use_mla and config.cache_config.cache_dtype in FP8:
+        yield f"KV cache dtype {config.cache_config.cache_dtype} of latents (MLA): only unquantised ones are supported"
     if config.aux_output_config.enabled:
         yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
@@ -217,13 +221,14 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
     Raises:
         UnsupportedConfiguration: the checkpoint cannot be told from others.
     """
-    model = config.model_config
+    model, cache = config.model_config, config.cache_config.cache_dtype
+    numbers = "/".join(filter(None, (str(model.dtype), model.quantization, cache if cache != "auto" else "")))
     if not lasting:
-        return f"{model.model}/{model.revision}/{model.dtype}"
+        return f"{model.model}/{model.revision}/{numbers}"
     if Path(model.model).is_dir():
-        checkpoint = load_config(model.model).identity
+        checkpoint = identify(model.model)
     else:
         checkpoint = getattr(model.hf_config, "_commit_hash", None) or ""
     if not checkpoint:
         raise UnsupportedConfiguration(f"a store must know the checkpoint: {model.model} is no directory")
-    return f"{checkpoint}/{model.dtype}/{config.parallel_config.world_size}"
+    return f"{checkpoint}/{numbers}/{config.parallel_config.world_size}"

@@ -80,7 +80,7 @@ class StoreWorker:
         """What these blocks hold on this rank, in host memory: [streams, n, d] by name."""
         host = self._host
         slots = slots_of(blocks, host.block_size).to(host.device)
-        layers = [host.read(index, slots) for index in range(host.num_layers)]
+        layers = [host.read_codes(index, slots) for index in range(host.num_layers)]
         keys, values = (torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1))
         residuals = {_residual(layer): states[slots][None].cpu() for layer, states in host.residuals.states.items()}
         return {"keys": keys, "values": values, **residuals}
@@ -97,7 +97,7 @@ class StoreWorker:
         shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
         keys, values = (payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values"))
         for index in range(host.num_layers):
-            host.write(index, keys[index], values[index], slots)
+            host.write_codes(index, keys[index], values[index], slots)
         for layer, states in host.residuals.states.items():
             states[slots] = payload[_residual(layer)][0].to(states)
         return arrived
@@ -105,13 +105,14 @@ class StoreWorker:
     def _fits(self, block: StoredBlock) -> bool:
         """Whether a block has all that is kept of a token here."""
         host, size = self._host, self._host.block_size
-        kv = (host.num_layers * host.num_kv_heads, size, host.head_dim)
+        kv = (host.num_layers * host.num_kv_heads, size, host.head_dim), host.code_dtype
         wanted = {"keys": kv, "values": kv} | {
-            _residual(layer): (1, size, states.shape[1]) for layer, states in host.residuals.states.items()
+            _residual(layer): ((1, size, states.shape[1]), states.dtype)
+            for layer, states in host.residuals.states.items()
         }
         return all(
-            name in block.payload and block.payload[name].shape == shape and block.payload[name].dtype == host.dtype
-            for name, shape in wanted.items()
+            name in block.payload and (block.payload[name].shape, block.payload[name].dtype) == kind
+            for name, kind in wanted.items()
         )
 
 

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvgraft.decode.flows import parse_flow
+from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.config import load_config
 from kvgraft.engine.profiles import load_policy_profile
 from kvgraft.models import KNOWN, find_model, is_name
@@ -208,7 +209,7 @@ def _find_profile(args: Namespace) -> None:
     given, model = args.kvgraft_profile, Path(args.model)
     if given is None and (args.kvgraft_policy or args.kv_transfer_config or not (model / POLICY_FILE).is_file()):
         return
-    if load_policy_profile(given, model, load_config(model).identity) is not None:
+    if load_policy_profile(given, model, identify(model)) is not None:
         args.kvgraft_profile = str(Path(given or model / POLICY_FILE).absolute())
 
 

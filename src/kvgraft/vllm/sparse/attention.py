@@ -228,4 +228,4 @@ class _Plain:
     def __getitem__(self, rows: Tensor) -> Tensor:
         blocks, heads, size, _ = self.kv_cache.shape
         taken = self.kv_cache.view(blocks * heads, 1, size, -1).index_select(0, rows)
-        return unpack(taken, self.head_dim, self.isa)[self.which][:, 0]
+        return unpack(taken, self.head_dim, self.isa, taken.dtype, "auto")[self.which][:, 0]
