@@ -79,7 +79,7 @@ def grafted(host: Host, moved: int) -> dict[str, Any]:
     [answer] = host.finish(name)
     [(start, stop)] = [(a, b) for a, b, kind in answer.report["spans"] if kind == "grafted"]
     keys, values = host.read_kv(slots[start:stop])
-    cos, sin = host.model.rope.table(torch.full((stop - start,), moved))
+    cos, sin = host.model.plain_rope.table(torch.full((stop - start,), moved))
     turned = torch.stack([rotate(layer, cos, sin) for layer in held.float()])
     error = (keys - turned).abs()
     scale = host.model.attentions[0]._k_scale_float
