@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kv.rope import rotate
+from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
@@ -65,23 +65,57 @@ class VllmPrefill(PagedPrefill):
         self._where: Tensor | None = None
         self._chunks: list[PrefillChunk] = []
         self._counts = torch.zeros(0, dtype=torch.int64)
+        self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(embed(self._host, self._token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
+        self._align(layers, self._rope)
+        source, target, _ = self._graft_slots()
+        for old, new in zip(source.split(ALIGN_TOKENS), target.split(ALIGN_TOKENS), strict=True):
+            self._host.residuals.copy(old, new)
+
+    def _align(self, layers: range, rope: Rope) -> None:
         if not self.plan.graft_targets.numel():
             return
         source, target, shifts = self._graft_slots()
         for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
             blocks, local = self._host.blocks_of(old)
-            cos, sin = self._rope.table(shift)
+            cos, sin = rope.table(shift)
             for index in layers:
                 self._spend(old.numel() // ALIGN_COST)
                 with self._timed("align"):
                     keys, values = self._host.read_blocks(index, blocks, local)
                     self._host.write(index, rotate(keys, cos, sin), values, new)
-            self._host.residuals.copy(old, new)
+
+    def draft(self, hidden: Hidden) -> None:
+        """Let the draft model know the prompts, if there is one: its keys and values of grafted tokens are aligned,
+        those of what has left the last layer are computed. vLLM computes the last token of a prompt."""
+        drafter = self._host.drafter
+        if drafter is None:
+            return
+        self._align(range(self.num_layers, len(self._host.attentions)), drafter.rope)
+        where = hidden.where.clone()
+        where[[prompt.stop - 1 for prompt in self.plan.prompts]] = False
+        known = [self._entered[index] for index in drafter.entering]
+        for entered in known:
+            where &= entered.where
+        tokens, states = drafter.inputs_of(self._token_ids, where), hidden.only(where).states
+        for chunk in self._chunks_of(where):
+            self._spend(chunk.positions.numel())
+            given = None
+            if known:
+                given = torch.cat([entered.only(where).states[chunk.rows].sum(1) for entered in known], dim=-1)
+            elif drafter.takes_hidden:
+                given = self._host.normed(states[chunk.rows])
+            common = self._host.common_metadata(chunk.runs, self._tables, chunk.slots)
+            drafter.run(tokens[chunk.rows].to(chunk.slots.device), chunk.positions, chunk.slots, common, given)
+
+    def _enter(self, index: int, hidden: Hidden) -> None:
+        """Something enters a layer."""
+        if self._host.drafter is not None and index in self._host.drafter.entering:
+            self._entered[index] = hidden
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         return Hidden(self._host.residuals.read(index, self._slots_of(where)), where)
@@ -90,6 +124,7 @@ class VllmPrefill(PagedPrefill):
         return self._host.logits(hidden.states)
 
     def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+        self._enter(index, hidden)
         stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
         if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
             self.project(index, hidden)
@@ -109,7 +144,10 @@ class VllmPrefill(PagedPrefill):
                 queries.append(after[2])
         self.computed += self._counts
         self._query = (index, hidden.where, torch.cat(queries))
-        return hidden.with_states(states)
+        after_layer = hidden.with_states(states)
+        if index == self.num_layers - 1:
+            self._enter(self.num_layers, after_layer)
+        return after_layer
 
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []

@@ -13,6 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, model_rope
@@ -30,6 +31,9 @@ class ModelHost:
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
         residual_layers: layers of which the residual stream that enters them is kept.
+
+    Attributes:
+        attentions: of the model's layers, and behind them those of the draft model, if there is one.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
@@ -55,21 +59,33 @@ class ModelHost:
         self._check_layout()
         self._model = model
         names = [attention.layer_name for attention in self.attentions]
+        self.drafter = Drafter(runner) if has_draft_model(self.config) else None
+        self.attentions += self.drafter.attentions if self.drafter else []
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
         self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
 
+    def normed(self, states: Tensor) -> Tensor:
+        """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
+        hidden, _ = self._model.model.norm(states[:, 0].contiguous(), states[:, 1].contiguous())
+        return hidden
+
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
-        hidden, _ = self._model.model.norm(states[:, 0].contiguous(), states[:, 1].contiguous())
-        return self._model.compute_logits(hidden).float()
+        return self._model.compute_logits(self.normed(states)).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
         return self._embed(token_ids)
 
     def metadata(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
-        """Attention metadata of runs as pseudo-sequences, from the backend's own (dense) builder.
+        """As `common_metadata`, from the backend's own (dense) builder."""
+        return self._builder.build(0, self.common_metadata(queries, tables, slots), fast_build=True)
+
+    def common_metadata(
+        self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
+    ) -> CommonAttentionMetadata:
+        """Attention metadata of runs as pseudo-sequences.
 
         Args:
             queries: per run (prompt, first position, stop position).
@@ -84,7 +100,7 @@ class ModelHost:
             np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
         )
         rows = self._kernel_blocks(padded[torch.tensor([prompt for prompt, _, _ in queries])])
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=seen.to(self.device),
@@ -98,7 +114,6 @@ class ModelHost:
             seq_lens_cpu_upper_bound=seen,
             is_prefilling=torch.ones(len(queries), dtype=torch.bool),
         )
-        return self._builder.build(0, common, fast_build=True)
 
     def run_layer(
         self,
@@ -178,7 +193,7 @@ class ModelHost:
 
     def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, for slots that `blocks_of` has taken apart."""
-        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
+        keys, values = self._content(self.attentions[index], blocks)  # [b', H, N, d]
         return tuple(x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values))  # type: ignore[return-value]
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -188,8 +203,15 @@ class ModelHost:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
+        self._clear(self.attentions, blocks)
+
+    def clear_drafts(self, blocks: Tensor) -> None:
+        """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
+        self._clear(self.attentions[self.num_layers :], blocks)
+
+    def _clear(self, attentions: Iterable[Any], blocks: Tensor) -> None:
         blocks = self._kernel_blocks(blocks.to(self.device)[None])[0]
-        for attention in self.attentions:
+        for attention in attentions:
             attention.kv_cache.index_fill_(0, blocks, 0)
 
     def agree(self, scores: Tensor, reduction: str) -> Tensor:
@@ -200,12 +222,12 @@ class ModelHost:
         gathered = group.all_gather(scores.to(self.device)[None], dim=0)  # [ranks, n]
         return gathered.sum(0) if reduction == "sum" else gathered.amax(0)
 
-    def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _content(self, attention: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
-        taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
+        taken = attention.kv_cache.index_select(0, self._kernel_blocks(blocks[None])[0])
         if not current_platform.is_cpu():
-            return taken[..., : self.head_dim], taken[..., self.head_dim :]
-        return unpack(taken, self.head_dim, self.attentions[0].isa)
+            return taken[..., : attention.head_size], taken[..., attention.head_size :]
+        return unpack(taken, attention.head_size, attention.isa)
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""

@@ -7,17 +7,19 @@ from pathlib import Path
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import WORKER_CLASS
+from kvgraft.vllm.compat.drafts import draft_rope
 from kvgraft.vllm.settings import KVGraftSettings
 
 SUPPORTED_VERSIONS = ("0.31", "0.32")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
+DRAFTING = ("draft_model", "eagle", "eagle3")  # methods whose draft model has KV of its own, in the same blocks
 
 
 class UnsupportedConfiguration(ValueError):
@@ -108,7 +110,27 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
         yield "LoRA: adapters are mapped to the scheduled batch only"
     speculation = config.speculative_config
     if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
-        yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"
+        yield from _draft_reasons(config)
+
+
+def _draft_reasons(config: VllmConfig) -> Iterator[str]:
+    speculation = config.speculative_config
+    if speculation is None:
+        return
+    if speculation.method not in DRAFTING:
+        allowed = ", ".join((*DRAFTLESS_SPECULATION, *DRAFTING))
+        yield f"speculative decoding by {speculation.method!r}: allowed are {allowed}"
+        return
+    if config.use_v2_model_runner:
+        yield f"speculative decoding by {speculation.method!r} with model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if speculation.parallel_drafting:
+        yield "parallel drafting: it has not been tested"
+    if speculation.use_heterogeneous_vocab:
+        yield "a draft model with another vocabulary: its tokens would have to be mapped"
+    try:
+        draft_rope(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        yield f"the draft model: {error}"
 
 
 def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
@@ -157,7 +179,8 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec) or specs[0].sliding_window:
+    layers = specs[0].kv_cache_specs.values() if isinstance(specs[0], UniformTypeKVCacheSpecs) else specs[:1]
+    if len(specs) != 1 or any(not isinstance(spec, FullAttentionSpec) or spec.sliding_window for spec in layers):
         yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
 
 
