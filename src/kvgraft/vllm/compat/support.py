@@ -20,6 +20,11 @@ SUPPORTED_VERSIONS = ("0.31", "0.32")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
 DRAFTING = ("draft_model", "eagle", "eagle3")  # methods whose draft model has KV of its own, in the same blocks
+UNSUPPORTED_PARALLEL = {
+    "pipeline_parallel_size": "a recovery goes through all layers, and a stage has only its own",
+    "decode_context_parallel_size": "a recovery reads whole blocks, and a rank has only some tokens of each",
+    "prefill_context_parallel_size": "a recovery computes whole prompts, and a rank has only some tokens of each",
+}
 
 
 class UnsupportedConfiguration(ValueError):
@@ -135,9 +140,9 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
 
 def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name, reason in UNSUPPORTED_PARALLEL.items():
         if getattr(parallel, name, 1) > 1:
-            yield f"{name} {getattr(parallel, name)}: only 1 is supported"
+            yield f"{name} {getattr(parallel, name)}: {reason}"
     if parallel.worker_cls != WORKER_CLASS:
         yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
 
@@ -179,8 +184,9 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    layers = specs[0].kv_cache_specs.values() if isinstance(specs[0], UniformTypeKVCacheSpecs) else specs[:1]
-    if len(specs) != 1 or any(not isinstance(spec, FullAttentionSpec) or spec.sliding_window for spec in layers):
+    first = specs[0] if specs else None
+    layers = first.kv_cache_specs.values() if isinstance(first, UniformTypeKVCacheSpecs) else [first]
+    if len(specs) != 1 or any(not isinstance(layer, FullAttentionSpec) or layer.sliding_window for layer in layers):
         yield f"KV cache groups {[type(spec).__name__ for spec in specs]}: only one of full attention is supported"
 
 
