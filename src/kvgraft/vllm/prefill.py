@@ -98,17 +98,18 @@ class VllmPrefill(PagedPrefill):
         self._align(range(self.num_layers, len(self._host.attentions)), drafter.rope)
         where = hidden.where.clone()
         where[[prompt.stop - 1 for prompt in self.plan.prompts]] = False
-        known = [self._entered[index] for index in drafter.entering]
-        for entered in known:
-            where &= entered.where
-        tokens, states = drafter.inputs_of(self._token_ids, where), hidden.only(where).states
+        entered = [self._entered[index] for index in drafter.entering]
+        for before in entered:
+            where &= before.where
+        taken = entered or [hidden] * drafter.takes_hidden
+        tokens, states = drafter.inputs_of(self._token_ids, where), [before.only(where).states for before in taken]
         for chunk in self._chunks_of(where):
             self._spend(chunk.positions.numel())
             given = None
-            if known:
-                given = torch.cat([entered.only(where).states[chunk.rows].sum(1) for entered in known], dim=-1)
-            elif drafter.takes_hidden:
-                given = self._host.normed(states[chunk.rows])
+            if entered:
+                given = torch.cat([layer[chunk.rows].sum(1) for layer in states], dim=-1)
+            elif states:
+                given = self._host.normed(states[0][chunk.rows])
             common = self._host.common_metadata(chunk.runs, self._tables, chunk.slots)
             drafter.run(tokens[chunk.rows].to(chunk.slots.device), chunk.positions, chunk.slots, common, given)
 
