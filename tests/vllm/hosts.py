@@ -17,7 +17,7 @@ class Host:
     Attributes:
         outputs: the latest output of every request.
         stats: what the connector's metrics have counted since `forget`.
-        num_preemptions, num_evictions, num_accepted: since `forget`; the last of drafted tokens.
+        num_preemptions, num_evictions, num_drafted, num_accepted: since `forget`; the last two of drafted tokens.
     """
 
     def __init__(self, model: Path, **settings: Any) -> None:
@@ -31,7 +31,7 @@ class Host:
         self.known = self.side.known
         self.outputs: dict[str, Any] = {}
         self.stats = Stats()
-        self.num_preemptions = self.num_evictions = self.num_accepted = 0
+        self.num_preemptions = self.num_evictions = self.num_drafted = self.num_accepted = 0
         self._names = map(str, count())
         self._ids: dict[str, str] = {}
         self._listen()
@@ -131,7 +131,7 @@ class Host:
         self.known.index.segments.blocks.discard_stale()
         self.known.pool.hit_counts[:] = 0
         self.stats.reset()
-        self.num_preemptions = self.num_evictions = self.num_accepted = 0
+        self.num_preemptions = self.num_evictions = self.num_drafted = self.num_accepted = 0
         self.poison(range(1, self.manager.block_pool.num_gpu_blocks))
 
     def slots(self, name: str) -> Tensor:
@@ -228,6 +228,7 @@ class Host:
             if stats and stats.kv_connector_stats:
                 self.stats.aggregate(Stats(data=stats.kv_connector_stats))
             if stats and stats.spec_decoding_stats:
+                self.num_drafted += stats.spec_decoding_stats.num_draft_tokens
                 self.num_accepted += stats.spec_decoding_stats.num_accepted_tokens
             return outputs
 

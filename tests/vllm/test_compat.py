@@ -54,6 +54,9 @@ def configure(**changes: Any) -> VllmConfig:
     return EngineArgs(**arguments | changes).create_engine_config()
 
 
+DRAFTS = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": 2}
+
+
 def cache_of(*specs: Any) -> KVCacheConfig:
     """A cache with one group for each spec."""
     groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
@@ -78,6 +81,7 @@ def refusal(config: VllmConfig, cache: KVCacheConfig | None = None) -> str:
         {"dtype": "bfloat16", "block_size": 128},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"speculative_config": DRAFTS},
         {"hf_overrides": {"rope_parameters": LLAMA3}},
         {"hf_overrides": {"rope_parameters": YARN}},
         {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
@@ -108,10 +112,8 @@ def test_every_family_passes(tmp_path: Path, family: str):
         ({"hf_overrides": {"architectures": ["InternLM3ForCausalLM"]}}, "model class InternLM3ForCausalLM"),
         ({"hf_overrides": {"dual_chunk_attention_config": {"chunk_size": 64}}}, "dual chunk attention"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
-        (
-            {"speculative_config": {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": 2}},
-            "speculative decoding by 'draft_model'",
-        ),
+        ({"speculative_config": DRAFTS | {"parallel_drafting": True}}, "parallel drafting"),
+        ({"speculative_config": DRAFTS | {"use_heterogeneous_vocab": True}}, "a draft model with another vocabulary"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -119,6 +121,22 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], reaso
     said = refusal(configure(**changes))
     assert said.count(";") == 0, "only this one stands in the way"
     assert re.match(reason, said)
+
+
+def test_drafts_by_layers_of_the_model_itself_are_refused_by_vllm_and_by_us():
+    """No model class that is supported has such layers (MTP)."""
+    with pytest.raises(NotImplementedError, match="Unsupported speculative method: 'mtp'"):
+        configure(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    config = configure(speculative_config=DRAFTS)
+    config.speculative_config.method = "mtp"
+    assert refusal(config).startswith("speculative decoding by 'mtp': allowed are ngram, ")
+
+
+def test_draft_models_of_the_second_runner_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Its drafter is another one."""
+    config = configure(speculative_config=DRAFTS)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert "'draft_model' with model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0" in refusal(config)
 
 
 def test_the_models_own_code_is_refused_where_vllm_would_run_it():

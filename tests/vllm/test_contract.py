@@ -44,6 +44,7 @@ RUNNERS = (
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner vllm.v1.worker.gpu_model_runner:GPUModelRunner "
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 )
+DRAFTERS = "vllm.v1.spec_decode.draft_model:DraftModelProposer vllm.v1.spec_decode.eagle:EagleProposer"
 BACKENDS = "vllm.v1.attention.backends."
 BUILDERS = (
     f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder {BACKENDS}flash_attn:FlashAttentionMetadataBuilder "
@@ -74,6 +75,17 @@ HANDED = {
     ("compat/support.py", "_cache_reasons", "transfer"): TRANSFER,
     ("compat/support.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
     ("compat/support.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
+    ("compat/support.py", "_draft_reasons", "speculation"): SPECULATIVE,
+    ("compat/drafts.py", "", "config"): CONFIG,
+    ("compat/drafts.py", "", "config.speculative_config"): SPECULATIVE,
+    ("compat/drafts.py", "", "speculation"): SPECULATIVE,
+    ("compat/drafts.py", "", "self._config"): CONFIG,
+    ("compat/drafts.py", "", "self._config.compilation_config"): "vllm.config:CompilationConfig",
+    ("compat/drafts.py", "draft_rope", "model"): MODEL_CONFIG,
+    ("compat/drafts.py", "", "runner"): " ".join(RUNNERS.split()[:2]),
+    ("compat/drafts.py", "", "self._proposer"): DRAFTERS,
+    ("compat/drafts.py", "", "group"): "vllm.v1.worker.utils:AttentionGroup",
+    ("compat/ranks.py", "", "get_tp_group()"): "vllm.distributed.parallel_state:GroupCoordinator",
     ("compat/support.py", "_head_reasons", "parallel"): PARALLEL,
     ("compat/support.py", "_head_reasons", "config.kv_transfer_config"): TRANSFER,
     ("compat/support.py", "_head_reasons", "config.scheduler_config"): SCHEDULING,
@@ -110,7 +122,6 @@ HANDED = {
     ("compat/model.py", "", "attentions[0]"): ATTENTION,
     ("compat/layer_caches.py", "", "first"): ATTENTION,
     ("compat/layer_caches.py", "", "self.attentions[0]"): ATTENTION,
-    ("compat/layer_caches.py", "", "self.attentions[index]"): ATTENTION,
     ("compat/layer_caches.py", "", "attention"): ATTENTION,
     ("compat/model.py", "", "self.attentions[index]"): ATTENTION,
     ("compat/model.py", "", "attention"): ATTENTION,

@@ -10,14 +10,20 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 NULL_PAGE = 0  # what a block table has in the place of a block that is given back
 
 
+def is_full(spec: Any) -> bool:
+    """Whether all layers of a group with this cache spec are of full attention (their sizes may differ)."""
+    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(isinstance(layer, FullAttentionSpec) for layer in layers)
+
+
 def order_of(specs: Sequence[Any]) -> list[int]:
     """Numbers of the groups with these cache specs, the main one first; ValueError if none is of full attention."""
-    full = [number for number, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+    full = [number for number, spec in enumerate(specs) if is_full(spec)]
     if not full:
         raise ValueError("no KV cache group is of full attention")
     return [full[0], *(number for number in range(len(specs)) if number != full[0])]

@@ -73,19 +73,21 @@ class VllmPrefill(PagedPrefill):
         self._where: Tensor | None = None
         self._chunks: list[PrefillChunk] = []
         self._counts = torch.zeros(0, dtype=torch.int64)
+        self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(embed(self._host, self._token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
-        if not self.plan.graft_targets.numel():
-            return
         for group in range(len(self._tables)):
-            self._graft(group, [index for index in layers if self._host.group_of[index] == group])
+            self._align(group, [index for index in layers if self._host.group_of[index] == group])
+        source, target, _ = self._graft_slots()
+        for old, new in zip(source.split(ALIGN_TOKENS), target.split(ALIGN_TOKENS), strict=True):
+            self._host.residuals.copy(old, new)
 
-    def _graft(self, group: int, layers: list[int]) -> None:
-        """Copy the KV of these layers, which share block tables."""
-        if not layers:
+    def _align(self, group: int, layers: Sequence[int]) -> None:
+        """Copy grafted keys and values of these layers, which share block tables, and turn the keys."""
+        if not layers or not self.plan.graft_targets.numel():
             return
         source, target, shifts = self._graft_slots(layers[0])
         source = self._counterparts(group, source)
@@ -97,7 +99,35 @@ class VllmPrefill(PagedPrefill):
                 with self._timed("align"):
                     keys, values = self._host.read_blocks(index, blocks, local)
                     self._host.write(index, turn(index, keys), values, new)
-            self._host.residuals.copy(old, new)
+
+    def draft(self, hidden: Hidden) -> None:
+        """Let the draft model know the prompts, if there is one: its keys and values of grafted tokens are aligned,
+        those of what has left the last layer are computed. vLLM computes the last token of a prompt."""
+        drafter = self._host.drafter
+        if drafter is None:
+            return
+        self._align(0, range(self.num_layers, len(self._host.attentions)))
+        where = hidden.where.clone()
+        where[[prompt.stop - 1 for prompt in self.plan.prompts]] = False
+        entered = [self._entered[index] for index in drafter.entering]
+        for before in entered:
+            where &= before.where
+        taken = entered or [hidden] * drafter.takes_hidden
+        tokens, states = drafter.inputs_of(self._token_ids, where), [before.only(where).states for before in taken]
+        for chunk in self._chunks_of(where):
+            self._spend(chunk.positions.numel())
+            given = None
+            if entered:
+                given = torch.cat([layer[chunk.rows].sum(1) for layer in states], dim=-1)
+            elif states:
+                given = self._host.normed(states[0][chunk.rows])
+            common = self._host.common_metadata(chunk.runs, self._tables[0], chunk.slots[0])
+            drafter.run(tokens[chunk.rows].to(chunk.positions.device), chunk.positions, chunk.slots[0], common, given)
+
+    def _enter(self, index: int, hidden: Hidden) -> None:
+        """Something enters a layer."""
+        if self._host.drafter is not None and index in self._host.drafter.entering:
+            self._entered[index] = hidden
 
     def _counterparts(self, group: int, slots: Tensor) -> Tensor:
         """Slots int64 [n] of sources in the main group -> in another one."""
@@ -114,6 +144,7 @@ class VllmPrefill(PagedPrefill):
         return self._host.logits(hidden.states)
 
     def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+        self._enter(index, hidden)
         stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
         if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
             self.project(index, hidden)
@@ -134,7 +165,10 @@ class VllmPrefill(PagedPrefill):
                 queries.append(after[2])
         self.computed += self._counts
         self._query = (index, hidden.where, torch.cat(queries))
-        return hidden.with_states(states)
+        after_layer = hidden.with_states(states)
+        if index == self.num_layers - 1:
+            self._enter(self.num_layers, after_layer)
+        return after_layer
 
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []

@@ -2,7 +2,9 @@
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.ranks import all_succeeded
 from kvgraft.vllm.layers import VllmLayers
 from kvgraft.vllm.prefill import VllmPrefill
 
@@ -38,10 +41,18 @@ class Job:
     @property
     def own_blocks(self) -> torch.Tensor:
         """The blocks that it writes to: no other request has them."""
+        return self._blocks_but(self.plan.prefix)
+
+    @property
+    def new_blocks(self) -> torch.Tensor:
+        """Those of them in which nothing is known: what lies there is somebody else's."""
+        return self._blocks_but(self.plan.prefix | self.plan.in_place)
+
+    def _blocks_but(self, where: torch.Tensor) -> torch.Tensor:
         count = len(self.tables[0])
-        hits = self.plan.prefix[:: self.plan.block_size].numpy()[:count]
-        own = np.pad(~hits, (0, count - len(hits)), constant_values=True)
-        return torch.from_numpy(np.concatenate([table[own] for table in self.tables]))
+        known = where[:: self.plan.block_size].numpy()[:count]
+        others = np.pad(~known, (0, count - len(known)), constant_values=True)
+        return torch.from_numpy(np.concatenate([table[others] for table in self.tables]))
 
 
 @dataclass(frozen=True)
@@ -91,42 +102,51 @@ class RecoveryBatch:
 
     def _run(self) -> None:
         policy = self.jobs[0].policy
-        if isinstance(policy, KeepsDocuments):
-            self.outcomes = {job.request_id: self._keep(policy, job) for job in self.jobs}
-        else:
-            self._recover()
+        if not isinstance(policy, KeepsDocuments):
+            self.outcomes = self._attempt(self._recover, self.jobs)
+            return
+        outcomes: dict[str, RecoveryResult] = {}
+        for job in self.jobs:
+            outcomes |= self._attempt(partial(self._keep, policy, job), [job])
+        self.outcomes = outcomes
 
-    def _keep(self, policy: KeepsDocuments, job: Job) -> RecoveryResult:
+    def _attempt(self, work: Callable[[], dict[str, RecoveryResult]], jobs: list[Job]) -> dict[str, RecoveryResult]:
+        """The outcomes of these jobs; of a failure if their work failed on any rank."""
+        outcomes = None
+        for job in jobs:
+            self._host.clear_drafts(job.new_blocks)
+        try:
+            outcomes = work()
+        except Exception:
+            logger.exception("recovery of %d prompts failed: they are computed in full", len(jobs))
+        if not all_succeeded(outcomes is not None) or outcomes is None:
+            return {job.request_id: RecoveryResult("error") for job in jobs}
+        return outcomes
+
+    def _keep(self, policy: KeepsDocuments, job: Job) -> dict[str, RecoveryResult]:
         """One prompt of which a part is kept."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
         layers = VllmLayers(self._host, slots, self._spend)
         room = policy.num_kept([len(span) for span in job.documents]) + int(job.plan.fresh.sum())
-        try:
-            ctx, *_ = self._library.keep(layers, policy, job.plan, job.token_ids, job.documents, job.scope)
-            if ctx.num_kept != room:
-                raise ValueError(f"{policy} has kept {ctx.num_kept} tokens where {room} were announced")
-            layers.close_up(room, job.plan.num_tokens - room)
-        except Exception:
-            logger.exception("keeping documents failed: the prompt is computed in full")
-            return RecoveryResult("error")
+        ctx, *_ = self._library.keep(layers, policy, job.plan, job.token_ids, job.documents, job.scope)
+        if ctx.num_kept != room:
+            raise ValueError(f"{policy} has kept {ctx.num_kept} tokens where {room} were announced")
+        layers.close_up(room, job.plan.num_tokens - room)
         share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
-        return RecoveryResult(None if ctx.is_finite else "non_finite", share, ctx.recomputed, room, ctx.times.seconds)
+        failure = None if ctx.is_finite else "non_finite"
+        return {job.request_id: RecoveryResult(failure, share, ctx.recomputed, room, ctx.times.seconds)}
 
-    def _recover(self) -> None:
+    def _recover(self) -> dict[str, RecoveryResult]:
         """Jobs whose grafts are in the pool."""
         plan = Plan.batch([job.plan for job in self.jobs])
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
         ctx = VllmPrefill(self._host, plan, tokens, tables, source_pages, self._spend)
-        try:
-            hidden = self.jobs[0].policy.recover(ctx)
-            finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
-        except Exception:
-            logger.exception("recovery of %d prompts failed: they are computed in full", len(self.jobs))
-            self.outcomes = {job.request_id: RecoveryResult("error") for job in self.jobs}
-            return
-        self.outcomes = {
+        hidden = self.jobs[0].policy.recover(ctx)
+        ctx.draft(hidden)
+        finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
+        return {
             job.request_id: self._outcome(ctx, hidden, number, ok)
             for number, (job, ok) in enumerate(zip(self.jobs, finite, strict=True))
         }

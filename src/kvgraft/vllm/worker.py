@@ -57,12 +57,15 @@ def recovery_bytes(config: Any) -> int:
     """Upper bound of what a recovery holds beside vLLM's own activations, in bytes.
 
     Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and values of a layer as
-    read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries.
+    read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries;
+    and what enters the (usually three) layers that EAGLE-3 drafts from, twice.
     """
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
     heads = model.get_num_attention_heads(parallel)
     width = model.get_num_kv_heads(parallel) * model.get_head_size()
-    numbers = 4 * model.get_hidden_size() + 2 * heads * model.get_head_size() + 4 * width
+    speculation = config.speculative_config
+    generations = 4 if speculation is None or speculation.method != "eagle3" else 4 + 2 * 2 * 3
+    numbers = generations * model.get_hidden_size() + 2 * heads * model.get_head_size() + 4 * width
     float_numbers = 2 * width + 2 * SCORE_ROWS * heads
     return int(tokens * (numbers * model.dtype.itemsize + float_numbers * torch.float32.itemsize))

@@ -97,12 +97,15 @@ class LayerCaches:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
+        self._clear(self.attentions, blocks)
+
+    def _clear(self, attentions: Sequence[Any], blocks: Tensor) -> None:
         blocks = self._kernel_blocks(blocks.to(self.device)[None])[0]
-        for attention in self.attentions:
+        for attention in attentions:
             attention.kv_cache.index_fill_(0, blocks, 0)
 
     def _codes(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._content(self.attentions[index].kv_cache, blocks)  # [b', H, N, d]
+        keys, values = self._content(self.attentions[index], blocks)  # [b', H, N, d]
         rows = [x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values)]
         return as_codes(rows[0], self.cache_dtype), as_codes(rows[1], self.cache_dtype)
 
@@ -110,14 +113,14 @@ class LayerCaches:
         attention = self.attentions[index]
         return attention._k_scale_float, attention._v_scale_float
 
-    def _content(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _content(self, attention: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
-        taken = cache.index_select(0, self._kernel_blocks(blocks[None])[0])
+        taken = attention.kv_cache.index_select(0, self._kernel_blocks(blocks[None])[0])
         if self.is_latent:
             return latent.content(taken)
         if not current_platform.is_cpu():
-            return taken[..., : self.head_dim], taken[..., self.head_dim :]
-        return unpack(taken, self.head_dim, self.attentions[0].isa, self.dtype, self.cache_dtype)
+            return taken[..., : attention.head_size], taken[..., attention.head_size :]
+        return unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""

@@ -17,10 +17,11 @@ from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
+from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.layer_caches import LayerCaches
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
-from kvgraft.vllm.compat.turning import turning_of
+from kvgraft.vllm.compat.turning import KeyTurning, turning_of
 from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
@@ -39,8 +40,9 @@ class ModelHost(LayerCaches):
         residual_layers: layers of which the residual stream that enters them is kept.
 
     Attributes:
-        group_of: by layer, the number of its KV cache group, 0 being the main one (see `groups`).
-        turnings, windows: by layer, how its keys turn, and how many tokens back it sees (None: all).
+        attentions: of the model's layers, and behind them those of the draft model, if there is one.
+        group_of: by attention layer, the number of its KV cache group, 0 being the main one (see `groups`).
+        turnings: by attention layer, how its keys turn; `windows`: how many tokens back it sees (None: all).
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -70,6 +72,11 @@ class ModelHost(LayerCaches):
         self.windows = [window_of(attention) for attention in attentions]
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
         self._check_turning()
+        self.drafter = Drafter(runner) if has_draft_model(self.config) else None
+        if self.drafter is not None:  # in the main group, which is the only one there
+            self.attentions = [*self.attentions, *self.drafter.attentions]
+            self.group_of += [0] * len(self.drafter.attentions)
+            self.turnings += [KeyTurning(self.drafter.rope)] * len(self.drafter.attentions)
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
         self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
@@ -77,16 +84,19 @@ class ModelHost(LayerCaches):
     @property
     def plain_rope(self) -> Rope:
         """By which all layers turn all channels of their keys; ValueError if they do not."""
-        [turning, *others] = set(self.turnings)
+        [turning, *others] = set(self.turnings[: self.num_layers])
         if others or turning.rope is None or not turning.is_plain:
             raise ValueError("the layers of this model turn their keys in different ways")
         return turning.rope
 
+    def normed(self, states: Tensor) -> Tensor:
+        """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
+        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
+        return output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
+
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
-        hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
-        normed = output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
-        return self._by_parts(self._model.compute_logits, normed).float()
+        return self._by_parts(self._model.compute_logits, self.normed(states)).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
@@ -113,11 +123,13 @@ class ModelHost(LayerCaches):
             tables: by group, per prompt its physical blocks, int [b].
             slots: by group int64 [n], the slot of every query.
         """
-        common = [self._common(queries, *of_group) for of_group in zip(tables, slots, strict=True)]
+        common = [self.common_metadata(queries, *of_group) for of_group in zip(tables, slots, strict=True)]
         groups = zip(self._builders, self._group_of_builder, strict=True)
         return [builder.build(0, common[group], fast_build=True) for builder, group in groups]
 
-    def _common(self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor) -> Any:
+    def common_metadata(
+        self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
+    ) -> Any:
         """What the builders of one group are given."""
         sizes = np.array([stop - first for _, first, stop in queries], np.int32)
         seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
@@ -207,6 +219,10 @@ class ModelHost(LayerCaches):
         angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
         return lambda index, keys: self.turnings[index].turn(keys, angles[self.turnings[index]])
 
+    def clear_drafts(self, blocks: Tensor) -> None:
+        """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
+        self._clear(self.attentions[self.num_layers :], blocks)
+
     def agree(self, scores: Tensor, reduction: str) -> Tensor:
         """Scores float32 [n] of this rank's heads -> sum or max over all heads, the same on every rank."""
         if get_tensor_model_parallel_world_size() == 1:
@@ -224,8 +240,7 @@ class ModelHost(LayerCaches):
         turn = self.turning(torch.full_like(first, last))
         for index in range(self.num_layers):
             keys = [self._keys_of(index, at, hidden) for at in (first, first + last)]
-            turned = turn(index, keys[0])
-            if (turned - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[1].norm():
+            if (turn(index, keys[0]) - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[1].norm():
                 raise UnsupportedConfiguration(
                     f"KVGraft cannot turn the keys of layer {index}: RoPE is not as it seems"
                 )

@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     SlidingWindowSpec,
     is_quantized_kv_cache,
@@ -21,14 +20,22 @@ from kvgraft.engine.checkpoint import identify
 from kvgraft.kv.heads import HeadMap
 from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
 from kvgraft.vllm.compat.cache_dtype import FP8, cache_dtype_reasons
+from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
 from kvgraft.vllm.compat.families import ARCHITECTURES, ONLY_WITHOUT_ROTARY_KERNEL
 from kvgraft.vllm.compat.turning import check_rope
+from kvgraft.vllm.groups import is_full
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = logging.getLogger("kvgraft")
 NOT_RUN = "contract checked, not run"  # names, signatures and the scheduler; there is no build for the CPU yet
 SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
+DRAFTING = ("draft_model", "eagle", "eagle3")  # methods whose draft model has KV of its own, in the same blocks
+UNSUPPORTED_PARALLEL = {
+    "pipeline_parallel_size": "a recovery goes through all layers, and a stage has only its own",
+    "decode_context_parallel_size": "a recovery reads whole blocks, and a rank has only some tokens of each",
+    "prefill_context_parallel_size": "a recovery computes whole prompts, and a rank has only some tokens of each",
+}
 
 
 class UnsupportedConfiguration(ValueError):
@@ -135,14 +142,34 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
         )
     speculation = config.speculative_config
     if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
-        yield f"speculative decoding by {speculation.method!r}: allowed are {', '.join(DRAFTLESS_SPECULATION)}"
+        yield from _draft_reasons(config)
+
+
+def _draft_reasons(config: VllmConfig) -> Iterator[str]:
+    speculation = config.speculative_config
+    if speculation is None:
+        return
+    if speculation.method not in DRAFTING:
+        allowed = ", ".join((*DRAFTLESS_SPECULATION, *DRAFTING))
+        yield f"speculative decoding by {speculation.method!r}: allowed are {allowed}"
+        return
+    if config.use_v2_model_runner:
+        yield f"speculative decoding by {speculation.method!r} with model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if speculation.parallel_drafting:
+        yield "parallel drafting: it has not been tested"
+    if speculation.use_heterogeneous_vocab:
+        yield "a draft model with another vocabulary: its tokens would have to be mapped"
+    try:
+        draft_rope(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        yield f"the draft model: {error}"
 
 
 def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name, reason in UNSUPPORTED_PARALLEL.items():
         if getattr(parallel, name, 1) > 1:
-            yield f"{name} {getattr(parallel, name)}: only 1 is supported"
+            yield f"{name} {getattr(parallel, name)}: {reason}"
     if parallel.worker_cls != WORKER_CLASS:
         yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
 
@@ -192,9 +219,9 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
         yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     names = [type(spec).__name__ for spec in specs]
-    if not any(isinstance(spec, FullAttentionSpec) for spec in specs):
+    if not any(map(is_full, specs)):
         yield f"KV cache groups {names}: one of full attention is needed, whose blocks name what is known"
-    elif not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
+    elif not all(is_full(spec) or isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
         yield f"KV cache groups {names}: supported are full attention, sliding windows and chunks"
     elif len(specs) > 1:
         yield from _group_reasons(config, specs)
@@ -206,13 +233,15 @@ def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
     settings, num_layers = KVGraftSettings.of(config), config.model_config.get_num_layers(config.parallel_config)
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
-    has_windows = not all(isinstance(spec, FullAttentionSpec) for spec in specs)
-    if has_windows and (interval := config.cache_config.prefix_cache_retention_interval) is not None:
+    interval = config.cache_config.prefix_cache_retention_interval
+    if interval is not None and not all(map(is_full, specs)):
         yield f"prefix_cache_retention_interval {interval}: windows must be found wherever they end: None, as we serve"
     if settings.store is not None:
         yield f"a store {beside}"
     if settings.kept_residual_layers(num_layers):
         yield f"residual streams {beside}"
+    if has_draft_model(config):
+        yield f"a draft model {beside}"
 
 
 def model_identity(config: VllmConfig, *, lasting: bool) -> str:

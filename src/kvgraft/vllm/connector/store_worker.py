@@ -98,6 +98,7 @@ class StoreWorker:
         keys, values = (payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values"))
         for index in range(host.num_layers):
             host.write_codes(index, keys[index], values[index], slots)
+        host.clear_drafts(torch.tensor(pages))
         for layer, states in host.residuals.states.items():
             states[slots] = payload[_residual(layer)][0].to(states)
         return arrived

@@ -235,7 +235,10 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     if (args.api_server_count or 1) > 1:
         yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
-        yield "data parallelism: each engine would know its own segments only; start one server per engine"
+        yield (
+            "data parallelism: a prompt would find only what its own engine has read, and frozen segments, refresh "
+            "and guard would reach one engine only; start one server per engine"
+        )
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
         yield "--headless, --grpc, --grpc-port: they pass by our middleware, which keeps tenants apart"
     for name in NEVER:

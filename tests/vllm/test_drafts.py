@@ -1,0 +1,89 @@
+"""Draft models beside recoveries: answers are those without drafts, and what is drafted is as good as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import warm
+from draft_models import make_eagle, make_eagle3, make_target
+from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, OFF, words
+
+from models import make_model
+
+pytestmark = pytest.mark.slow
+ENGINE = Path(__file__).with_name("drafting_engine.py")
+CONDENSE = {"policy": "condense"}
+POLICIES = {"off": OFF, "everything": EVERYTHING, "naive": NAIVE, "spread": {"policy": "spread"}, "condense": CONDENSE}
+DOCUMENT, QUESTION = words(300, 1), words(9, 2)
+PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
+NUM_DRAFTED = 3  # in a step
+METHODS = ("itself", "another", "eagle", "eagle3")
+Asked = dict[str, dict[str, Any]]  # by policy
+
+
+def run(model: Path, drafts: dict[str, Any] | None) -> Asked:
+    """What an engine with these drafts does."""
+    asked = {"read": [DOCUMENT], "prompt": PROMPT, "options": list(POLICIES.values())}
+    job = {"model": str(model), "speculative_config": drafts and drafts | {"num_speculative_tokens": NUM_DRAFTED}}
+    return dict(zip(POLICIES, warm.run(ENGINE, asked | job, **ENVIRONMENT), strict=True))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that drafts are for."""
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def undrafted(target: Path) -> Asked:
+    """What the model says by itself."""
+    return run(target, None)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def drafted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """What it says with a draft model: itself, one of another shape, heads."""
+    directory = tmp_path_factory.mktemp("drafts") / "model"
+    if request.param == "itself":
+        return run(target, {"method": "draft_model", "model": str(target)})
+    if request.param == "another":
+        make_model(directory, "qwen3", max_position_embeddings=4096, num_hidden_layers=2, num_key_value_heads=1)
+        return run(target, {"method": "draft_model", "model": str(directory)})
+    make = {"eagle": make_eagle, "eagle3": make_eagle3}[request.param]
+    return run(target, {"method": request.param, "model": str(make(directory, target))})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drafts_change_no_answer(drafted: Asked, undrafted: Asked, policy: str):
+    assert drafted[policy]["tokens"] == undrafted[policy]["tokens"]
+    assert drafted[policy]["drafted"] > 0
+    assert (drafted[policy]["grafted"] > 250) == (policy != "off")
+
+
+@pytest.mark.parametrize("drafted", ["itself", "eagle"], indirect=True)
+@pytest.mark.parametrize("policy", ["everything", "naive", "spread"])
+def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: str):
+    """Of a request that was loaded vLLM counts drafts in its first step, in which there are none."""
+    plain, grafted = drafted["off"], drafted[policy]
+    rate = plain["accepted"] / plain["drafted"]
+    assert rate > 0.85
+    assert grafted["accepted"] / (grafted["drafted"] - NUM_DRAFTED) > rate - 0.05
+
+
+def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Asked):
+    """To rounding: all keys and values of the draft model, whatever it takes from the model."""
+    np.testing.assert_allclose(drafted["everything"]["draft"], drafted["off"]["draft"], atol=1e-4)
+
+
+@pytest.mark.parametrize("drafted", ["itself", "another", "eagle"], indirect=True)
+def test_grafts_are_aligned_for_the_draft_model(drafted: Asked):
+    """Keys and values of its first layer, which know nothing of what stands before, are what it would compute."""
+    plain, grafted = (np.array(drafted[policy]["draft"])[:2] for policy in ("off", "naive"))
+    np.testing.assert_allclose(grafted, plain, atol=1e-4)
+
+
+def test_a_prompt_of_which_a_part_is_kept_is_drafted_from_nothing(drafted: Asked):
+    """Not from what others have left in its blocks."""
+    [*_, kept] = drafted.values()
+    assert not np.array(kept["draft"])[:, :BLOCK].any()
