@@ -23,7 +23,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32}
 GRANITE = {
     "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0,
 }  # fmt: skip
@@ -35,13 +35,14 @@ LATENT = {
 }  # fmt: skip
 LATENT_YARN = {"topk_method": "noaux_tc", "rope_parameters": YARN | {"mscale_all_dim": 1.0}}
 SOME_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+PHI4 = {"pad_token_id": 1, "partial_rotary_factor": 0.75, "rope_parameters": LONGROPE, "hidden_size": 128}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what its config has beside SIZES
     "Qwen3": ("qwen3", {}),
     "Qwen2": ("qwen2", {"hidden_size": 128}),
     "Llama": ("llama", {"rope_parameters": YARN}),
     "Mistral": ("mistral", {"sliding_window": None}),
     "Qwen3-MoE": ("qwen3_moe", EXPERTS),
-    "Qwen2-MoE": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "Qwen2-MoE": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40, "hidden_size": 128}),
     "Mixtral": ("mixtral", {**SOME_EXPERTS, "sliding_window": None, "hidden_size": 128}),
     "gpt-oss": (
         "gpt_oss",
@@ -55,8 +56,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what 
         "gemma3_text",
         GEMMA | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "rope_parameters": GEMMA3_ROPE},
     ),
-    "Phi-3": ("phi3", {"pad_token_id": 1}),
-    "Phi-4-mini": ("phi3", {"pad_token_id": 1, "partial_rotary_factor": 0.75, "rope_parameters": LONGROPE}),
+    "Phi-3": ("phi3", {"pad_token_id": 1, "hidden_size": 128}),
+    "Phi-4-mini": ("phi3", PHI4),
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {"sliding_window": WINDOW}),
     "Granite": ("granite", GRANITE),
@@ -96,6 +97,8 @@ def make_family(name: str, directory: Path) -> Path:
     for part, parameter in model.named_parameters():
         if part.endswith("bias") or "norm" in part or "sinks" in part:  # transformers makes them all 0 or 1
             parameter.data += 0.1 * torch.randn_like(parameter)
+    if name.startswith("Gemma"):  # tied to the output: less of the last token, or it would come again
+        model.get_input_embeddings().weight.data *= 0.1
     model.float().save_pretrained(directory)
     make_tokenizer(settings["vocab_size"]).save_pretrained(directory)
     return directory

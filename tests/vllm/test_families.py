@@ -68,5 +68,5 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
     assert facts["problems"] == []
     assert facts["wrong"] == [], "exact answers beside grafts are plain vLLM's"
     assert facts["num_exact"] > REQUESTS / 4
-    assert facts["counts"]["outcome grafted"] > 5
+    assert facts["counts"]["outcome grafted"] > 1
     print(json.dumps(facts["counts"]))
