@@ -153,7 +153,7 @@ class Host:
     def write_kv(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `read_kv` reads them."""
         for layer in range(self.model.num_layers):
-            self.model.write(layer, keys[layer], values[layer], slots)
+            self.model.write(layer, keys[layer].to(self.model.dtype), values[layer].to(self.model.dtype), slots)
 
     def poison(self, blocks: Iterable[int], value: float = 3.0) -> None:
         """Fill blocks with something that was never computed; finite, so that no check can notice it."""

@@ -13,7 +13,6 @@ import torch
 import warm
 from engines import BLOCK, ENVIRONMENT, EVERYTHING, OFF
 from processes import HostProcess
-from quantised_kv import PROMPTS, bound
 from test_compat import KV_HEADS, cache_of, configure, make_host, numbers, refusal, spec_of, transfer
 from vllm import _custom_ops as ops
 from vllm.config.cache import CacheConfig, CacheDType
@@ -24,6 +23,7 @@ from kvgraft.vllm.compat.cache_dtype import FP8, READABLE, as_codes
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, model_identity
 from kvgraft.vllm.worker import kv_share
+from quantised_kv import PROMPTS, bound
 from quantised_models import with_kv_scales
 
 PROGRAM, STORING = (Path(__file__).with_name(name) for name in ("quantised_kv.py", "grafting_engine.py"))
