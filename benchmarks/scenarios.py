@@ -64,6 +64,17 @@ SCENARIOS = {
 }
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # what random models have beside the shape of ttft.py
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768},
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 768, "sliding_window": 128,
+        "tie_word_embeddings": False,
+    },
+    "gemma3_text": {"sliding_window": 512},
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Figure:
     """The result of one scenario.

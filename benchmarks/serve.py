@@ -23,9 +23,10 @@ from rich.console import Console
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import Server
 from load import Client, Summary, drive, local_tokenizer, words_of
-from scenarios import SCENARIOS, Figure, Pair, compare_workloads, make_random_model, run_scenario
+from scenarios import FAMILIES, SCENARIOS, Figure, Pair, compare_workloads, make_random_model, run_scenario
 from servers import THREADS, ServerOptions, start
 from tables import comparison_of, configuration, line_of, table_of
+from ttft import SHAPE
 from workload import KINDS, Shape, arrivals, make_workload, single_token_words
 
 URL = "http://127.0.0.1:8000/v1"
@@ -85,6 +86,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Of --compare and --scenario.", show_default="their own")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the servers started.")] = "float32",
     layers: Annotated[int, typer.Option(help="Of the random model used without --model.")] = 12,
+    family: Annotated[str, typer.Option(help=f"Of that model: {', '.join(FAMILIES)}.")] = "qwen3",
     max_num_batched_tokens: Annotated[int, typer.Option(help="Of one step.", show_default="vLLM's")] = 0,
     threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -97,8 +99,10 @@ def main(
         _refuse("with --compare or --scenario", url=url, tokenizer=tokenizer, chat=chat, only_openai=only_openai)
         pairing = Pairing(load, compare, tuple(scenario or ()), rounds, options)
         settings = ServerOptions(Path(model or ""), dtype, pairing.max_model_len, max_num_batched_tokens, threads)
-        with _model(settings, layers) as settings:
-            result = in_turn(pairing, settings, model or f"random, {layers} layers", console)
+        if family not in FAMILIES:
+            raise typer.BadParameter(f"--family {family!r} is not one of {', '.join(FAMILIES)}")
+        with _model(settings, layers, family) as settings:
+            result = in_turn(pairing, settings, model or f"random, {family}, {layers} layers", console)
     else:
         _refuse("without --compare or --scenario", rounds=rounds, max_num_batched_tokens=max_num_batched_tokens)
         url, extra = url or URL, {"kv_transfer_params": {"kvgraft": options}} if options else {}
@@ -162,13 +166,13 @@ async def _scenario(plain: Server, ours: Server, name: str, pairing: Pairing, wo
 
 
 @contextmanager
-def _model(settings: ServerOptions, layers: int) -> Iterator[ServerOptions]:
+def _model(settings: ServerOptions, layers: int, family: str) -> Iterator[ServerOptions]:
     """The settings with a model: the one given, or a random one that is gone afterwards."""
     if settings.model.name:
         yield settings
         return
     with TemporaryDirectory() as folder:
-        make_random_model(Path(folder), layers, settings.max_model_len)
+        make_random_model(Path(folder), layers, settings.max_model_len, SHAPE | FAMILIES[family], family)
         yield replace(settings, model=Path(folder))
 
 

@@ -76,16 +76,9 @@ def make_model(
 ) -> None:
     """A model with random weights."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=4096,
-        num_hidden_layers=layers,
-        **shape,
-        max_position_embeddings=max_position,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
+    rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
