@@ -9,7 +9,7 @@ Both engines live in this process, one after the other.
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,12 +33,19 @@ from engines import (  # noqa: E402
 from hosts import Host  # noqa: E402
 from traffic import LONG, Traffic  # noqa: E402
 
+from kvgraft.segments.segmentation import Similarity  # noqa: E402
+from kvgraft.segments.store import StoredBlock, StoreOptions  # noqa: E402
+from kvgraft.vllm.compat.support import UnsupportedConfiguration  # noqa: E402
+from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Load  # noqa: E402
+from kvgraft.vllm.connector.store_worker import StoreWorker  # noqa: E402
+
 DOCUMENTS = [words(300, 1), words(230, 2)]
 PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4)
 SPREAD = {"policy": "spread", "recompute_share": 1.0}
 DEFAULT = {"policy": "spread"}
 RECOMPUTED = {"sparsex": EVERYTHING, "spread": SPREAD}
 POISON = 3.0
+EDITED = [11 if place % 40 == 17 else word for place, word in enumerate(PROMPT)]
 
 
 def grafted(host: Host, options: dict[str, Any], *, poisoned: bool = False, salt: str | None = None) -> Answer:
@@ -65,7 +72,10 @@ def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
 
 def ours(host: Host, num_requests: int) -> dict[str, Any]:
     """Everything that does not need the truth."""
-    facts: dict[str, Any] = {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
+    facts: dict[str, Any] = {
+        "groups": [type(g.kv_cache_spec).__name__ for g in host.manager.kv_cache_config.kv_cache_groups]
+    }
+    facts |= {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
     facts["naive"] = asdict(grafted(host, NAIVE))
     facts["default"] = asdict(grafted(host, DEFAULT))
     facts["poisoned"] = asdict(grafted(host, NAIVE, poisoned=True))
@@ -82,6 +92,9 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     ]
     facts["copied"] = bool((values_of(host, NAIVE)[:, where] == -POISON).all())
     host.forget()
+    facts["near_duplicates"] = near_duplicates(host)
+    facts["stored"] = len(facts["groups"]) == 1 and not host.model.is_latent and stored(host)
+    host.forget()
     traffic = Traffic(host, np.random.default_rng(5), [OFF, EVERYTHING], [None, NAIVE], LONG, (1, 4, 20, 60))
     traffic.run(num_requests)
     host.settle()
@@ -89,6 +102,60 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts["counts"] = dict(traffic.counts) | {"evictions": host.num_evictions, "preemptions": host.num_preemptions}
     facts["exact"] = [(asdict(ask), asdict(answer)) for ask, answer in traffic.ended]
     return facts
+
+
+def near_duplicates(host: Host) -> dict[str, Any]:
+    """A prompt of documents in which every fortieth word is another one, all of it recomputed."""
+    host.forget()
+    host.side._eligibility._default = replace(host.side._eligibility._default, match_similar=True)
+    host.known.index.cuts = (Similarity(), [])
+    host.known.index.clear()
+    host.read(*DOCUMENTS)
+    [answer] = host.ask(Ask(EDITED, EVERYTHING))
+    host.side._eligibility._default = replace(host.side._eligibility._default, match_similar=False)
+    return asdict(answer)
+
+
+def stored(host: Host) -> bool:
+    """Whether what a store of this worker has taken comes back to other blocks as it was."""
+    worker = StoreWorker(host.model, StoreOptions(ram_gib=0.1), 0, 1)
+    held = sorted(host.blocks_with_content())[:CHUNK_BLOCKS]
+    payload = worker._read(held)
+    size, pool = host.known.block_size, host.manager.block_pool.blocks
+    parts = [range(n * size, (n + 1) * size) for n in range(len(held))]
+    tokens = np.zeros(size, np.int32)
+    blocks = [
+        StoredBlock({name: part[:, at] for name, part in payload.items()}, tokens, b"", b"", 0, 0, True) for at in parts
+    ]
+    free = [b.block_id for b in pool if not (b.ref_cnt or b.block_hash or b.is_null)][: len(held)]
+    arrived = worker._take_in(Load(0, [], free), blocks)
+    pairs = zip(host.read_kv(host.slots_of(held)), host.read_kv(host.slots_of(free)), strict=True)
+    worker.close()
+    return all(arrived) and all(torch.equal(*pair) for pair in pairs)
+
+
+def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    """The answer where decode steps follow a flow, and then where they do not; or why vLLM is not started with one."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    from kvgraft.vllm.compat import FLOW, WORKER_CLASS
+
+    _cached_get_attn_backend.cache_clear()  # this process has chosen before
+    settings = {"additional_config": {FLOW: "quest:topk_blocks=2"}, "enable_prefix_caching": False}
+    try:
+        llm = start_engine(model, with_kvgraft=False, worker_cls=WORKER_CLASS, **engine | settings)
+    except UnsupportedConfiguration as error:
+        return {"refused": str(error)}
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    tokens = []
+    for _ in range(2):
+        [output] = llm.generate([as_prompt(Ask(PROMPT))], [as_sampling(Ask(PROMPT))], use_tqdm=False)
+        tokens.append(as_answer(output).tokens)
+        for module in runner.get_model().modules():
+            if isinstance(module, Attention):
+                module.impl.follow(None)
+    return {"sparse": tokens[0], "dense": tokens[1]}
 
 
 def allow_prefixes_with_latents() -> None:
@@ -115,19 +182,21 @@ def main(answers: IO[str]) -> None:
         allow_prefixes_with_latents()
     host = Host(Path(job["model"]), **job["engine"])
     facts = ours(host, job["requests"])
-    facts["groups"] = len(host.manager.kv_cache_config.kv_cache_groups)
+    facts["architecture"] = host.model.config.model_config.architecture
     host.llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     plain = start_engine(Path(job["model"]), with_kvgraft=False, **job["engine"])
-    asks = [Ask(PROMPT), *[Ask(ask["prompt"], max_tokens=ask["max_tokens"]) for ask, _ in facts["exact"]]]
+    asks = [Ask(PROMPT), Ask(EDITED), *[Ask(ask["prompt"], max_tokens=ask["max_tokens"]) for ask, _ in facts["exact"]]]
     outputs = plain.generate([as_prompt(ask) for ask in asks], [as_sampling(ask) for ask in asks], use_tqdm=False)
-    facts["plain"], *truth = [as_answer(output).tokens for output in outputs]
+    facts["plain"], facts["plain_edited"], *truth = [as_answer(output).tokens for output in outputs]
     facts["wrong"] = [
         {"options": ask["options"], "mine": mine, "tokens": theirs}
         for (ask, mine), theirs in zip(facts.pop("exact"), truth, strict=True)
         if mine["tokens"] != theirs
     ]
     facts["num_exact"] = len(truth)
+    plain.llm_engine.engine_core.shutdown()
+    facts["flow"] = followed(Path(job["model"]), job["engine"])
     print(json.dumps(facts), file=answers, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Each family that people run, in vLLM's own class: exact where all is recomputed, grafts that read their source,
 nothing of other namespaces, and exact prefixes beside all that."""
 
-import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,9 @@ import pytest
 import warm
 from engines import ENVIRONMENT
 from families import DEEPSEEK, FAMILIES, WINDOWED, make_family
+from family_table import row, table, written
+
+from kvgraft.vllm.compat.families import FLOWS, PLAIN
 
 pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("family_engine.py")
@@ -43,6 +46,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def facts(directory: Path, family: str, variant: str) -> dict[str, Any]:
+    return facts_of(directory, family, variant)
+
+
+@cache
+def facts_of(directory: Path, family: str, variant: str) -> dict[str, Any]:
+    """What a process finds out about a family."""
     model, latent = directory / family, family in DEEPSEEK and variant != NO_MLA
     if not model.exists():
         make_family(family, model)
@@ -54,7 +63,7 @@ def facts(directory: Path, family: str, variant: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_a_family(facts: dict[str, Any], family: str, variant: str):
     plain, naive = facts["plain"], facts["naive"]
-    assert (facts["groups"] > 1) == (family in WINDOWED and variant != ONE_GROUP)
+    assert (len(facts["groups"]) > 1) == (family in WINDOWED and variant != ONE_GROUP)
     for policy in ("sparsex", "spread"):  # all of it recomputed
         assert facts[policy]["tokens"] == plain
         assert facts[policy]["report"]["recomputed_tokens"] == facts[policy]["report"]["grafted_tokens"] > 480
@@ -69,4 +78,19 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
     assert facts["wrong"] == [], "exact answers beside grafts are plain vLLM's"
     assert facts["num_exact"] > REQUESTS / 4
     assert facts["counts"]["outcome grafted"] > 1
-    print(json.dumps(facts["counts"]))
+    assert facts["near_duplicates"]["tokens"] == facts["plain_edited"]
+    assert facts["near_duplicates"]["report"]["grafted_tokens"] > 100
+    keeps = facts["architecture"] in PLAIN and family != "Phi-4-mini"
+    assert facts["documents"]["outcome"] == ("grafted" if keeps else "off")
+    assert facts["stored"] == (len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA))
+    flow = facts["flow"]
+    if facts["architecture"] in FLOWS:
+        assert flow["dense"] == plain != flow["sparse"]
+    else:
+        assert "flows" in flow["refused"]
+
+
+def test_the_table_of_families_is_what_these_tests_find(directory: Path):
+    """Made again by: python tests/vllm/family_table.py"""
+    rows = {case: row(*case, directory / case[0], facts_of(directory, *case)) for case in CASES}
+    assert table(rows) == written()

@@ -29,6 +29,12 @@ ARCHITECTURES = (
     *ONLY_WITHOUT_ROTARY_KERNEL,
 )
 
+FLOWS = (
+    *PLAIN,
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+)  # no windows, sinks or caps of logits: what flows can attend as
+
 
 def is_plain(config: VllmConfig) -> bool:
     """Whether all layers see the whole prompt and turn all channels of their keys: what documents need."""

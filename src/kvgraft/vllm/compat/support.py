@@ -192,6 +192,8 @@ def _store_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"store_int8 and KV cache dtype {config.cache_config.cache_dtype}, which has a byte a number already"
     if settings.store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
+    if settings.store is not None and config.model_config.use_mla:
+        yield "a store and latent attention (MLA): it keeps keys and values of one size"
 
 
 def _profile_reasons(config: VllmConfig) -> Iterator[str]:

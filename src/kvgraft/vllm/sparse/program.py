@@ -12,7 +12,8 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import parse_flow
-from kvgraft.vllm.compat import FLOW
+from kvgraft.vllm.compat import BY_HEAD, FLOW
+from kvgraft.vllm.compat.families import FLOWS
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
 BACKEND = "kvgraft.vllm.sparse.attention.SparseBackend"
@@ -65,6 +66,9 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     cache = config.cache_config
     if not current_platform.is_cpu():
         yield "this platform: only vLLM's CPU backend can be given block tables by KV head yet"
+    architecture = config.model_config.architecture.removeprefix(BY_HEAD)
+    if architecture not in FLOWS and not config.model_config.use_mla:
+        yield f"model class {architecture}: flows choose blocks for attention without windows, sinks and soft caps only"
     if config.model_config.use_mla:
         yield "a model of latent attention: only the native engine follows flows there"
     if is_quantized_kv_cache(cache.cache_dtype):
