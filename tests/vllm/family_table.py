@@ -18,7 +18,7 @@ from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES  # noqa: E402
 PAGE = TESTS.parent / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by tests/vllm/family_table.py -->\n", "<!-- end of families -->\n"
 HEAD = (
-    "| family | vLLM's class | layers | grafts | near-duplicates | documents | store | flows | head maps | native engine |",
+    "| family | vLLM's class | attention | grafts | edited | documents | store | flows | head maps | native engine |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
 LAYERS = {"FullAttentionSpec": "full", "SlidingWindowSpec": "windows", "ChunkedLocalAttentionSpec": "chunks"}

@@ -18,7 +18,7 @@ POLICIES = {"off": OFF, "everything": EVERYTHING, "naive": NAIVE, "spread": {"po
 DOCUMENT, QUESTION = words(300, 1), words(9, 2)
 PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
 NUM_DRAFTED = 3  # in a step
-METHODS = ("itself", "another", "eagle", "eagle3")
+ANOTHER, EAGLE3 = (pytest.param(method, marks=pytest.mark.soak) for method in ("another", "eagle3"))
 Asked = dict[str, dict[str, Any]]  # by policy
 
 
@@ -41,7 +41,7 @@ def undrafted(target: Path) -> Asked:
     return run(target, None)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=["itself", ANOTHER, "eagle", EAGLE3])
 def drafted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
     """What it says with a draft model: itself, one of another shape, heads."""
     directory = tmp_path_factory.mktemp("drafts") / "model"
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Aske
     np.testing.assert_allclose(drafted["everything"]["draft"], drafted["off"]["draft"], atol=1e-4)
 
 
-@pytest.mark.parametrize("drafted", ["itself", "another", "eagle"], indirect=True)
+@pytest.mark.parametrize("drafted", ["itself", ANOTHER, "eagle"], indirect=True)
 def test_grafts_are_aligned_for_the_draft_model(drafted: Asked):
     """Keys and values of its first layer, which know nothing of what stands before, are what it would compute."""
     plain, grafted = (np.array(drafted[policy]["draft"])[:2] for policy in ("off", "naive"))

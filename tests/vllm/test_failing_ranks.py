@@ -26,7 +26,9 @@ def run(model: Path, *where: str) -> list[dict[str, Any]]:
     return list(warm.run(ENGINE, asked, **ENVIRONMENT | CORES))
 
 
-@pytest.mark.parametrize("where", ["first", "between", "inside", "dies"])
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(place, marks=pytest.mark.soak) for place in ("first", "between", "dies")), "inside"]
+)
 def test_a_rank_that_fails_alone_ends_the_engine(model: Path, where: str):
     [answer] = run(model, where)
     assert answer["died"] == "EngineDeadError"

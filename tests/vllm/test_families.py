@@ -60,7 +60,13 @@ def facts_of(directory: Path, family: str, variant: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+OFTEN = ("Qwen3-MoE", "gpt-oss", "Gemma 3", "Phi-4-mini", "OLMo 2", "GLM-4", "DeepSeek-V2")  # one of each kind
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [case if case[0] in OFTEN and not case[1] else pytest.param(*case, marks=pytest.mark.soak) for case in CASES],
+)
 def test_a_family(facts: dict[str, Any], family: str, variant: str):
     plain, naive = facts["plain"], facts["naive"]
     assert (len(facts["groups"]) > 1) == (family in WINDOWED and variant != ONE_GROUP)
@@ -90,6 +96,7 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
         assert "flows" in flow["refused"]
 
 
+@pytest.mark.soak
 def test_the_table_of_families_is_what_these_tests_find(directory: Path):
     """Made again by: python tests/vllm/family_table.py"""
     rows = {case: row(*case, directory / case[0], facts_of(directory, *case)) for case in CASES}

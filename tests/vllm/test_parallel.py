@@ -42,6 +42,7 @@ def test_stages_are_refused(model: Path, tmp_path: Path):
     assert "pipeline_parallel_size 2: a recovery goes through all layers" in log.read_text()
 
 
+@pytest.mark.soak
 def test_replicas_graft_what_they_have_read_themselves(model: Path, plain: HostProcess, tmp_path: Path):
     """And nothing else, which is why `kvgraft serve` starts one: segments would be known to one replica alone."""
     _, other, same = run(model, tmp_path / "log", data_parallel_size=2)

@@ -150,7 +150,14 @@ def test_memory_is_shared_by_bytes():
     assert full / (1 - full) == pytest.approx(4 * eight / (1 - eight))
 
 
-@pytest.fixture(scope="module", params=["e4m3", "e5m2", "scales of the checkpoint", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("e5m2", "bfloat16")),
+        "e4m3",
+        "scales of the checkpoint",
+    ],
+)
 def kind(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], tuple[float, float]]:

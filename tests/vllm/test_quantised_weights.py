@@ -22,7 +22,7 @@ from quantised_models import KINDS, quantise
 
 PROGRAM = Path(__file__).with_name("quantised_kv.py")
 IN_FLOAT32 = ("int8", "compressed fp8")  # the kernels of the others are for half precision
-RUN = ["awq", "gptq", "int4", *IN_FLOAT32]
+RUN = ["awq", "int8", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gptq", "int4", "compressed fp8"))]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,10 @@ pytestmark = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle"])
+@pytest.fixture(
+    scope="module",
+    params=["ngram", *(pytest.param(method, marks=pytest.mark.soak) for method in ("draft_model", "eagle"))],
+)
 def method(request: pytest.FixtureRequest) -> str:
     """How drafts are made: from the prompt, by the model itself, by a head of another model."""
     return str(request.param)
