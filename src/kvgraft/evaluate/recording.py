@@ -101,7 +101,7 @@ class Recording(PrefillContext):
         self.plan, self.block_size = inner.plan, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
         self.head_map, self.head_paging = inner.head_map, inner.head_paging
-        self.counts, self.residual_layers = inner.counts, inner.residual_layers
+        self.counts, self.residual_layers, self.local_layers = inner.counts, inner.residual_layers, inner.local_layers
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:
