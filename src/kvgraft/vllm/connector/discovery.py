@@ -1,10 +1,11 @@
 """What would have been grafted on a server that only discovers; and requests that try it, without leaving anything."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import NOTE_PLAN
 
 REMEMBERED = 256  # plans, of the watched requests that came last
@@ -39,7 +40,7 @@ class Discovery:
         found = self._found.get(of)
         state.is_counted, state.recovery_key = True, None
         if found is not None and found.scope == state.offer.scope:
-            state.candidate = found.candidate
+            state.candidate = replace(found.candidate, reserved=Reserved())
             self._hiding.hide(state, found.candidate.num_prefix)
 
     def clear(self) -> None:
