@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,13 @@ def make_pool(num_pages: int = NUM_PAGES) -> BlockPool:
     if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process may have its own
         kv_cache_utils.init_none_hash(sha256)
     return BlockPool(num_gpu_blocks=num_pages + 1, enable_caching=True, hash_block_size=BLOCK)
+
+
+def manager_of(pool: BlockPool, **more: Any) -> Any:
+    """What our code needs of vLLM's KV cache manager, with one group of layers, and more."""
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FULL)])
+    coordinator = SimpleNamespace(single_type_managers=[None])
+    return SimpleNamespace(block_pool=pool, kv_cache_config=config, coordinator=coordinator, **more)
 
 
 def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:

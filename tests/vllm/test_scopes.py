@@ -4,10 +4,9 @@ finds nothing of any other. Beside the scheduler: vLLM's block pool, our planner
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
-from test_pool import BLOCK, hasher, make_pool
+from test_pool import BLOCK, hasher, make_pool, manager_of
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -45,7 +44,7 @@ class Desk:
     def __post_init__(self) -> None:
         self.blocks = make_pool(NUM_PAGES)
         self.tables: dict[str, list[int]] = {}
-        manager = SimpleNamespace(block_pool=self.blocks, get_block_ids=lambda name: (self.tables[name],))
+        manager = manager_of(self.blocks, get_block_ids=lambda name: (self.tables[name],))
         settings = KVGraftSettings.parse({"max_depth": 3})
         self.known = Planner(manager, BLOCK, settings, frozen_capacity=0.5)
         self.hiding = Hiding(manager, self.known.pool, BLOCK)

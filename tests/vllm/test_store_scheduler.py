@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_pool import BLOCK, make_pool
+from test_pool import BLOCK, make_pool, manager_of
 
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.keys import chain_hashes, scope_digest
@@ -29,7 +29,7 @@ def record() -> Record:
 def stored() -> StoreScheduler:
     """Of a server of two ranks."""
     settings = KVGraftSettings.parse({})
-    known = Planner(SimpleNamespace(block_pool=make_pool()), BLOCK, settings, 0.5)
+    known = Planner(manager_of(make_pool()), BLOCK, settings, 0.5)
     return StoreScheduler(known, 2)
 
 
