@@ -1,5 +1,6 @@
 """Tiny random checkpoints of the families that people run, in the classes that vLLM has for them."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def make_family(name: str, directory: Path) -> Path:
     """Write a checkpoint: random weights whose answers depend on all of the prompt."""
     torch.manual_seed(0)
     kind, changes = FAMILIES[name]
-    settings = SIZES | changes
+    settings = deepcopy(SIZES | changes)  # transformers changes what it is given
     if name in DEEPSEEK:
         settings.pop("head_dim")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
