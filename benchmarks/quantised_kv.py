@@ -32,7 +32,7 @@ from rich.table import Table
 from kvgraft.engine.text import load_tokenizer, opening_ids
 from kvgraft.evaluate.jsonl import check_config
 from kvgraft.evaluate.prompts import as_text, find_chat
-from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.evaluate.statistics import bootstrap, paired_difference
 from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.guard.distances import along_logprobs
 from kvgraft.models import find_model
@@ -193,11 +193,29 @@ def tabled(found: dict[str, Answers], policies: Sequence[str], prompts: Sequence
     pairs += [((FULL, not_again), (FULL, eight)), ((FULL, backend), (FULL, eight))]
     table = markdown_table(["ours", "against", "KL, nats", "95 %", "greatest"], ("ours", "against"))
     for (name, cache), (truth, other) in pairs:
-        values = [kl(ours[name], theirs[truth]) for ours, theirs in zip(found[cache], found[other], strict=True)]
+        values = distances(found, (name, cache), (truth, other))
         low, high = bootstrap(values, [prompt.item for prompt in prompts])
         figures = f"{mean(values):.4f}", f"{low:.4f}-{high:.4f}", f"{max(values):.3f}"
         table.add_row(f"{name}, {cache}", f"{truth}, {other}", *figures)
     return table
+
+
+def added(found: dict[str, Answers], policies: Sequence[str], prompts: Sequence[Prompt]) -> Table:
+    """How much greater a policy's KL from full is in one cache than in another, prompt by prompt."""
+    plain, eight, backend, not_again = CACHES
+    table = markdown_table(["added to KL", "nats", "95 %"], ("added to KL",))
+    for name in policies:
+        for cache, other in ((eight, not_again), (backend, eight), (eight, plain)):
+            ours, theirs = (distances(found, (name, side), (FULL, side)) for side in (cache, other))
+            more = paired_difference(ours, theirs, [prompt.item for prompt in prompts])
+            table.add_row(f"{name}, {cache} less {other}", f"{more.value:+.4f}", f"{more.low:+.4f} to {more.high:+.4f}")
+    return table
+
+
+def distances(found: dict[str, Answers], ours: tuple[str, str], truth: tuple[str, str]) -> list[float]:
+    """KL(truth || ours) of every prompt; each side is a policy in a cache."""
+    pairs = zip(found[ours[1]], found[truth[1]], strict=True)
+    return [kl(one[ours[0]], other[truth[0]]) for one, other in pairs]
 
 
 def main(
@@ -236,7 +254,8 @@ def main(
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {grafted / sum(lengths):.0%} grafted, "
         f"answers of {mean(len(p.answer) for p in prompts):.1f} tokens"
     )
-    console.print(tabled(found, named, prompts))
+    for table in (tabled, added):
+        console.print(table(found, named, prompts))
 
 
 def _prompt(read: dict[str, Any]) -> Prompt:

@@ -13,6 +13,7 @@ import torch
 import warm
 from engines import BLOCK, ENVIRONMENT, EVERYTHING, OFF
 from processes import HostProcess
+from quantised_engine import PROMPTS, bound
 from test_compat import KV_HEADS, cache_of, configure, make_host, numbers, refusal, spec_of, transfer
 from vllm import _custom_ops as ops
 from vllm.config.cache import CacheConfig, CacheDType
@@ -23,10 +24,9 @@ from kvgraft.vllm.compat.cache_dtype import FP8, READABLE, as_codes, as_written,
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, model_identity
 from kvgraft.vllm.worker import kv_share
-from quantised_kv import PROMPTS, bound
 from quantised_models import with_kv_scales
 
-PROGRAM, STORING = (Path(__file__).with_name(name) for name in ("quantised_kv.py", "grafting_engine.py"))
+PROGRAM, STORING = (Path(__file__).with_name(name) for name in ("quantised_engine.py", "grafting_engine.py"))
 SCALES = [(1.0, 1.0), (0.5, 0.25), (0.0173, 0.3)]
 DTYPES = pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 WRITTEN = 2 * BLOCK  # tokens of KV_HEADS heads of BLOCK channels
@@ -178,7 +178,7 @@ def plain_tokens(kind: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def found(kind: Any) -> dict[str, Any]:
-    """What an engine with our connector says of itself, see `quantised_kv.py`."""
+    """What an engine with our connector says of itself, see `quantised_engine.py`."""
     return dict(warm.run(PROGRAM, {"model": str(kind[0]), "engine": kind[1]}, **ENVIRONMENT))
 
 

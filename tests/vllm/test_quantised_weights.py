@@ -11,16 +11,16 @@ import pytest
 import warm
 from engines import BLOCK, ENVIRONMENT
 from processes import HostProcess
+from quantised_engine import PROMPTS
 from test_compat import cache_of, configure, spec_of
 
 from kvgraft.engine.checkpoint import UnsupportedModel, identify
 from kvgraft.engine.config import load_config
 from kvgraft.vllm.compat.support import check_supported, model_identity
 from models import make_model
-from quantised_kv import PROMPTS
 from quantised_models import KINDS, quantise
 
-PROGRAM = Path(__file__).with_name("quantised_kv.py")
+PROGRAM = Path(__file__).with_name("quantised_engine.py")
 IN_FLOAT32 = ("int8", "compressed fp8")  # the kernels of the others are for half precision
 RUN = ["awq", "int8", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gptq", "int4", "compressed fp8"))]
 
