@@ -237,7 +237,10 @@ def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
     interval = config.cache_config.prefix_cache_retention_interval
     if interval is not None and not all(map(is_full, specs)):
-        yield f"prefix_cache_retention_interval {interval}: windows must be found wherever they end: None, as we serve"
+        yield (
+            f"prefix_cache_retention_interval {interval}: windows must be found wherever they end (None, as `kvgraft "
+            "serve` has it, or --disable-hybrid-kv-cache-manager)"
+        )
     if settings.store is not None:
         yield f"a store {beside}"
     if settings.kept_residual_layers(num_layers):
