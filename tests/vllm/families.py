@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model type, what 
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {"sliding_window": WINDOW}),
     "Granite": ("granite", GRANITE),
-    "Granite-MoE": ("granitemoe", GRANITE | {**SOME_EXPERTS}),
+    "Granite-MoE": ("granitemoe", GRANITE | SOME_EXPERTS | {"hidden_size": 128}),
     "GLM-4": ("glm4", {"partial_rotary_factor": 0.5, "pad_token_id": 1}),
     "GLM-4.5": (
         "glm4_moe",
