@@ -160,7 +160,7 @@ def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def differs(tokens: list[int], truth: Any) -> bool:
-    """Whether an answer is another one than plain vLLM's, unless that had two tokens that are as likely in float32: then
+    """Whether an answer is another one than plain vLLM's, unless two tokens were as likely to it in float32: then
     vLLM's own answer depends on what else is in its batch."""
     theirs = list(truth.token_ids)
     if tokens == theirs:
