@@ -81,9 +81,10 @@ class VllmPrefill(PagedPrefill):
     def graft(self, layers: range) -> None:
         for group in range(len(self._tables)):
             self._align(group, [index for index in layers if self._host.group_of[index] == group])
-        source, target, _ = self._graft_slots()
-        for old, new in zip(source.split(ALIGN_TOKENS), target.split(ALIGN_TOKENS), strict=True):
-            self._host.residuals.copy(old, new)
+        if self.residual_layers and self.plan.graft_targets.numel():
+            source, target, _ = self._graft_slots()
+            for old, new in zip(source.split(ALIGN_TOKENS), target.split(ALIGN_TOKENS), strict=True):
+                self._host.residuals.copy(old, new)
 
     def _align(self, group: int, layers: Sequence[int]) -> None:
         """Copy grafted keys and values of these layers, which share block tables, and turn the keys."""

@@ -29,11 +29,8 @@ ARCHITECTURES = (
     *ONLY_WITHOUT_ROTARY_KERNEL,
 )
 
-FLOWS = (
-    *PLAIN,
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-)  # no windows, sinks or caps of logits: what flows can attend as
+# attention without windows, sinks and caps of logits: what flows can attend as
+FLOWS = (*PLAIN, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
 
 
 def is_plain(config: VllmConfig) -> bool:

@@ -41,6 +41,8 @@ class KeyTurning:
         if self.rope is None or angles is None:
             return keys
         stop = self.first + self.rope.head_dim
+        if self.is_plain and stop == keys.shape[-1]:  # most models: no part is copied
+            return rotate(keys, *angles)
         turning = keys[..., self.first : stop]
         if self.interleaved:
             turned = rotate(turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *angles)
