@@ -41,23 +41,24 @@ class SparseX(SelectsByAttention):
         return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft. With shallow=fresh
-        they do not: grafted tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
+        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft. The last of them
+        scores with its queries and keys; what it gives for tokens that are not recomputed goes nowhere, so those end at
+        its keys and values. With shallow=fresh, grafted tokens enter the boundary with the residual stream of their
+        source (cross-query reuse)."""
         plan, boundary = ctx.plan, self._boundary(ctx.num_layers)
-        deep = range(boundary, ctx.num_layers)
+        scoring = max(boundary - 1, 0)
         if self.residual_layers(ctx.num_layers):
             ctx.graft(range(ctx.num_layers))
-            stored = ctx.residual(boundary, plan.grafted)
+            stored, rest = ctx.residual(boundary, plan.grafted), range(boundary, ctx.num_layers)
             hidden = ctx.run(range(boundary), ctx.embed(plan.fresh)).joined(stored)
         else:
-            ctx.graft(deep)
-            hidden = ctx.run(range(boundary), ctx.embed(plan.active))
-        if boundary == 0:
-            ctx.project(0, hidden.only(plan.fresh))
-        scores = self.score(ctx, max(boundary - 1, 0), self.asking(plan))
+            ctx.graft(range(boundary, ctx.num_layers))
+            hidden, rest = ctx.run(range(scoring), ctx.embed(plan.active)), range(scoring, ctx.num_layers)
+            ctx.project(scoring, hidden if boundary else hidden.only(plan.fresh))
+        scores = self.score(ctx, scoring, self.asking(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         recompute = plan.fresh | chosen | plan.overflow(self.overflow_blocks) | plan.tail(self.tail_tokens)
-        return ctx.run(deep, hidden.only(recompute))
+        return ctx.run(rest, hidden.only(recompute))
 
     def _boundary(self, num_layers: int) -> int:
         return count_layers(self.boundary_layers, self.boundary_share, num_layers)
