@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.cpu import align as cpu_align
-from kvgraft.kernels.dispatch import align_copy, kernel
-from kvgraft.kv.rope import Rope, rotate
+from kvgraft.kernels.dispatch import align_copy, align_paged, kernel
+from kvgraft.kv.rope import Rope, rotate, rotate_part
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -153,6 +153,80 @@ def test_keys_that_are_values_too(implementation: str) -> None:
     torch.testing.assert_close(keys, expected, atol=2e-6, rtol=0)
     still = [*range(16), *range(24, 40)]
     assert torch.equal(keys[2, target][..., still], keys[2, source][..., still])
+
+
+LAYOUTS = ["by head", "by token", "interleaved layers"]
+
+
+def paged(layout: str, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Layers [pages, 3 heads, 16, W] as backends of vLLM lay them out; what nobody wrote is NaN."""
+    shape = {
+        "by head": (NUM_LAYERS, 10, 3, 16, width),
+        "by token": (NUM_LAYERS, 10, 16, 3, width),
+        "interleaved layers": (10, NUM_LAYERS, 16, 3, width),
+    }[layout]
+    pool = torch.full(shape, float("nan"), device=DEVICE).to(dtype)
+    if layout == "interleaved layers":
+        pool = pool.transpose(0, 1)
+    return [layer if layout == "by head" else layer.transpose(1, 2) for layer in pool]
+
+
+@every_implementation
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("width", "turning", "first", "interleaved"),
+    [(128, 64, 0, False), (96, 32, 8, False), (96, 32, 64, True), (48, 0, 0, False)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_paged(
+    implementation: str, layout: str, width: int, turning: int, first: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Channels that do not turn arrive bit for bit; what is neither source nor target stays as it is."""
+    source, target = slots(63)
+    caches = paged(layout, width, dtype)[::-1]
+    rows = [cache.view(torch.uint8 if dtype.itemsize == 1 else dtype).transpose(1, 2) for cache in caches]
+    content = (8 * normal(NUM_LAYERS, 63, 3, width, seed=5)).to(dtype)
+    for layer, given in zip(rows, content, strict=True):
+        layer[source // 16, source % 16] = given.view(layer.dtype)
+    before = [layer.clone() for layer in rows]
+    cos, sin = Rope(turning).table(shifts(63)) if turning else (torch.zeros(63, 0, device=DEVICE),) * 2
+
+    align_paged(caches, source, target, cos, sin, first=first, interleaved=interleaved, implementation=implementation)
+
+    still = [channel for channel in range(width) if not first <= channel < first + turning]
+    for old, new, given in zip(before, rows, content, strict=True):
+        arrived = new[target // 16, target % 16].view(dtype)
+        assert torch.equal(arrived[..., still].float(), given[..., still].float())
+        expected = rotate_part(given.float(), cos, sin, first, interleaved)
+        if implementation == "triton" and DEVICE == "cpu" and dtype.itemsize == 1:  # its interpreter loses a carry
+            carries = expected.frexp().mantissa.abs() >= 1 - torch.finfo(dtype).eps / 4
+            expected = torch.where(carries, arrived.float(), expected)
+        step = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}.get(dtype, 4 * ROUNDOFF.get(dtype, 0))
+        torch.testing.assert_close(arrived.float(), expected, rtol=step, atol=2e-2 if dtype.itemsize == 1 else 1e-4)
+        new[target // 16, target % 16] = old[target // 16, target % 16]
+        assert torch.equal(new.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"caches": [torch.zeros(2, 1, 8, 32), torch.zeros(2, 1, 16, 32)]}, "layers must be alike"),
+        ({"caches": [torch.zeros(2, 1, 8, 32, dtype=torch.int8)]}, "int8"),
+        ({"caches": [torch.zeros(2, 1, 32, 8).transpose(2, 3)]}, "strides"),
+        ({"first": 2}, "channels 2 to 34 turn: rows have 32"),
+        ({"sin": torch.zeros(3, 4)}, "sin must be"),
+    ],
+)
+def test_arguments_of_paged_that_are_refused(changed: dict, message: str) -> None:
+    given = {
+        "caches": [torch.zeros(2, 1, 8, 32)] * 2,
+        "source": torch.arange(3),
+        "target": torch.arange(3, 6),
+        "cos": torch.ones(3, 16),
+        "sin": torch.zeros(3, 16),
+    }
+    with pytest.raises(ValueError, match=message):
+        align_paged(**given | changed)
 
 
 def test_more_tokens_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,11 @@ from kvgraft.kernels.watched import watched
 
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
+    "align_paged": {  # with plain torch for CUDA without Triton
+        "reference": "kvgraft.kernels.reference.align",
+        "cpu": "kvgraft.kernels.reference.align",
+        "triton": "kvgraft.kernels.triton.align",
+    },
     "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
     "generated": {"triton": "kvgraft.kernels.triton.generated"},
@@ -21,6 +26,7 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised caches
 
 
 @cache
@@ -94,16 +100,55 @@ def align_copy(
     run = kernel("align_copy", keys.device.type, implementation)
     _check_pool(keys, values, layers)
     n, half = source.numel(), keys.shape[-1] // 2
-    for name, tensor, shape, dtype in (
-        ("source", source, (n,), torch.int64),
-        ("target", target, (n,), torch.int64),
-        ("cos", cos, (n, half), torch.float32),
-        ("sin", sin, (n, half), torch.float32),
-    ):
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != keys.device or not tensor.is_contiguous():
-            raise ValueError(f"{_describe(tensor)}: {name} must be contiguous {dtype} {list(shape)} on {keys.device}")
+    _check_moves(keys.device, n, half, source=source, target=target, cos=cos, sin=sin)
     if n and layers:
         run(keys, values, layers, source, target, cos, sin)
+
+
+def align_paged(
+    caches: Sequence[Tensor],
+    source: Tensor,
+    target: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    first: int = 0,
+    interleaved: bool = False,
+    implementation: str | None = None,
+) -> None:
+    """As `align_copy`, for caches of which each layer is a tensor of its own, pages of rows: all layers in one call.
+
+    A row is what is kept of a token for one head, keys and whatever is kept beside them. Some of its channels turn, all
+    others move unchanged. A scale that all numbers of a cache share makes no difference.
+
+    Args:
+        caches: a layer each, [pages, Hkv, b, W], alike but for where they lie: float32, bfloat16, float16 or 8-bit
+            floats, with any strides, the last being 1.
+        source, target: slots, page * b + offset, int64 [n], valid and disjoint (not checked).
+        cos, sin: of the shifts `new - old`, float32 [n, R / 2]; none turn if R is 0.
+        first: of the R channels that turn.
+        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other half.
+        implementation: reference | cpu | triton; by default the device decides.
+
+    Raises:
+        ValueError: a shape, dtype or implementation that is not allowed.
+    """
+    if not caches or not source.numel():
+        return
+    cache, n = caches[0], source.numel()
+    for other in caches:
+        form = other.shape, other.stride(), other.dtype, other.device
+        if form != (cache.shape, cache.stride(), cache.dtype, cache.device):
+            raise ValueError(f"{_describe(other)}: layers must be alike, the first is {_describe(cache)}")
+    if cache.dim() != 4 or cache.stride(-1) != 1 or cache.dtype not in (*_DTYPES, *_CODES):
+        raise ValueError(
+            f"{_describe(cache)}, strides {cache.stride()}: caches must be [pages, Hkv, b, W] in {_DTYPES}"
+        )
+    half = cos.shape[-1]
+    if not 0 <= first <= first + 2 * half <= cache.shape[-1]:
+        raise ValueError(f"channels {first} to {first + 2 * half} turn: rows have {cache.shape[-1]}")
+    _check_moves(cache.device, n, half, source=source, target=target, cos=cos, sin=sin)
+    kernel("align_paged", cache.device.type, implementation)(caches, source, target, cos, sin, first, interleaved)
 
 
 @watched("attention")
@@ -245,6 +290,14 @@ def _check_pool(keys: Tensor, values: Tensor | None, layers: range) -> None:
             raise ValueError(f"strides {pool.stride()}: the last must be 1")
     if layers and not 0 <= min(layers) <= max(layers) < keys.shape[0]:
         raise ValueError(f"{layers}: layers must be within [0, {keys.shape[0]})")
+
+
+def _check_moves(device: torch.device, n: int, half: int, **given: Tensor) -> None:
+    """Slots [n] and tables [n, half]."""
+    for name, tensor in given.items():
+        shape, dtype = ((n, half), torch.float32) if name in ("cos", "sin") else ((n,), torch.int64)
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+            raise ValueError(f"{_describe(tensor)}: {name} must be contiguous {dtype} {list(shape)} on {device}")
 
 
 def _describe(tensor: Tensor) -> str:

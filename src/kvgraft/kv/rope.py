@@ -156,10 +156,42 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [n, H, D] by cos, sin [n, D/2]; computed in float32, returned in the dtype of x."""
-    first, second = x.float().chunk(2, dim=-1)  # [n, H, D/2] each
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Rotate x [n, H, D] by cos, sin [n, D/2], or by what `by_head` made of them; in float32, returned in the dtype of
+    x."""
+    if cos.dim() == 2:
+        cos, sin = cos[:, None, None], sin[:, None]
+    halves = x.float().unflatten(-1, (2, -1))  # [n, H, 2, D/2]
+    turned = halves * cos
+    turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+    turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def by_head(cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Tables [n, D/2] laid out as what they turn, [n, H, 2, D/2] and [n, H, D/2]: for many calls of `rotate`, whose
+    longest pass is one over contiguous memory then."""
+    return (
+        cos[:, None, None].expand(-1, num_heads, 2, -1).contiguous(),
+        sin[:, None].expand(-1, num_heads, -1).contiguous(),
+    )
+
+
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved: bool = False) -> Tensor:
+    """Rotate some channels of x [n, H, D] as `rotate` does: as many as the tables are for, from `first` on.
+
+    Args:
+        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other half.
+    """
+    stop = first + 2 * cos.shape[-1]
+    if first == 0 and stop == x.shape[-1] and not interleaved:  # most models: no part is copied
+        return rotate(x, cos, sin)
+    turning = x[..., first:stop]
+    if interleaved:
+        turned = rotate(turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    else:
+        turned = rotate(turning, cos, sin)
+    return torch.cat((x[..., :first], turned, x[..., stop:]), -1)
 
 
 @lru_cache(maxsize=64)

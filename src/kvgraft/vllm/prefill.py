@@ -13,10 +13,11 @@ from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.compat.alignment import Alignment
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.layers import embed, entering
 
-ALIGN_TOKENS = 4096  # copied at a time, so that aligning needs little memory
+COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
 
 
@@ -83,7 +84,7 @@ class VllmPrefill(PagedPrefill):
             self._align(group, [index for index in layers if self._host.group_of[index] == group])
         if self.residual_layers and self.plan.graft_targets.numel():
             source, target, _ = self._graft_slots()
-            for old, new in zip(source.split(ALIGN_TOKENS), target.split(ALIGN_TOKENS), strict=True):
+            for old, new in zip(source.split(COPIED_TOKENS), target.split(COPIED_TOKENS), strict=True):
                 self._host.residuals.copy(old, new)
 
     def _align(self, group: int, layers: Sequence[int]) -> None:
@@ -92,14 +93,13 @@ class VllmPrefill(PagedPrefill):
             return
         source, target, shifts = self._graft_slots(layers[0])
         source = self._counterparts(group, source)
-        for old, new, shift in zip(*(x.split(ALIGN_TOKENS) for x in (source, target, shifts)), strict=True):
-            blocks, local = self._host.blocks_of(old)
-            turn = self._host.turning(shift)
-            for index in layers:
-                self._spend(old.numel() // ALIGN_COST)
+        size = Alignment.most_tokens(self._host)
+        for tokens in zip(*(x.split(size) for x in (source, target, shifts)), strict=True):
+            alignment = Alignment(self._host, *tokens)
+            for part in alignment.parts(layers):
+                self._spend(len(part) * tokens[0].numel() // ALIGN_COST)
                 with self._timed("align"):
-                    keys, values = self._host.read_blocks(index, blocks, local)
-                    self._host.write(index, turn(index, keys), values, new)
+                    alignment(part)
 
     def draft(self, hidden: Hidden) -> None:
         """Let the draft model know the prompts, if there is one: its keys and values of grafted tokens are aligned,
@@ -197,7 +197,7 @@ class VllmPrefill(PagedPrefill):
         return self._host.read(index, slots)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        for part in torch.arange(slots.numel(), device=slots.device).split(ALIGN_TOKENS):
+        for part in torch.arange(slots.numel(), device=slots.device).split(COPIED_TOKENS):
             old_keys, old_values = self._host.read(index, slots[part])
             self._host.write(index, old_keys + keys[part], old_values + values[part], slots[part])
 

@@ -24,11 +24,6 @@ def parts(attention: Any, query: Tensor, latent: Tensor, turning: Tensor) -> tup
     return torch.cat((absorbed, rotated), -1), keys, keys[..., :0]
 
 
-def content(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [b, N, L + R] of the cache -> keys [b, 1, N, L + R] and values [b, 1, N, 0]."""
-    return blocks[:, None], blocks[:, None, :, :0]
-
-
 def write(attention: Any, keys: Tensor, slots: Tensor) -> None:
     """Store keys [n, 1, L + R] in these slots int64 [n]."""
     latent, turning = keys.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)

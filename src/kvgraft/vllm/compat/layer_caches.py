@@ -1,6 +1,7 @@
 """What lies in vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, written, cleared."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,15 @@ from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, decode, encode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens lie, worked out once for all layers: in some blocks of the attention kernel int64 [b], as rows of
+    these int64 [n], or as a slice if they follow each other; in a cache that is not packed, blocks and offsets [n]."""
+
+    blocks: Tensor
+    rows: Tensor | slice
 
 
 class LayerCaches:
@@ -26,6 +36,7 @@ class LayerCaches:
         num_kv_heads, head_dim: of what is cached of a token.
         cache_dtype: as vLLM calls it; `code_dtype`: of what the cache holds.
         is_latent: whether keys are latents (MLA) and values have no channels.
+        is_packed: whether blocks lie as an instruction set of CPUs wants them, not as rows of numbers.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
@@ -43,6 +54,7 @@ class LayerCaches:
         self.attentions, self.dtype, self.device = attentions, dtype, device
         self.block_size, self._kernel_block_size = block_size, kernel_block_size
         self.is_latent = latent.is_latent(first)
+        self.is_packed = current_platform.is_cpu() and not self.is_latent
         self.num_kv_heads: int = 1 if self.is_latent else first.num_kv_heads
         self.head_dim: int = first.head_size
         self.cache_dtype: str = first.kv_cache_dtype
@@ -52,17 +64,7 @@ class LayerCaches:
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in these slots, each [n, Hkv, d]."""
-        blocks, local = self.blocks_of(slots)
-        return self.read_blocks(index, blocks, local)
-
-    def blocks_of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct blocks of these slots, and each slot's place among their tokens: int64 [b], [n]."""
-        blocks, inverse = torch.unique(slots // self.block_size, return_inverse=True)
-        return blocks, inverse * self.block_size + slots % self.block_size
-
-    def read_blocks(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read`, for slots that `blocks_of` has taken apart."""
-        keys, values = self._codes(index, blocks, local)
+        keys, values = self.read_codes(index, slots)
         if not self._is_quantised:
             return keys, values
         k_scale, v_scale = self._scales(index)
@@ -70,7 +72,43 @@ class LayerCaches:
 
     def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, but without their scales where the cache is quantised: as the cache holds them."""
-        return self._codes(index, *self.blocks_of(slots))
+        return self.codes_at(index, self.places_of(slots))
+
+    def places_of(self, slots: Tensor) -> Places:
+        """Of slots int64 [n]."""
+        blocks, offsets = slots // self._kernel_block_size, slots % self._kernel_block_size
+        if not self.is_packed:
+            return Places(blocks, offsets)
+        blocks, inverse = torch.unique(blocks, return_inverse=True)
+        rows = inverse * self._kernel_block_size + offsets
+        if rows.numel() and bool((rows.diff() == 1).all()):
+            return Places(blocks, slice(int(rows[0]), int(rows[-1]) + 1))
+        return Places(blocks, rows)
+
+    def codes_at(self, index: int, places: Places) -> tuple[Tensor, Tensor]:
+        """As `read_codes`."""
+        if self.is_packed:
+            attention = self.attentions[index]
+            taken = attention.kv_cache.index_select(0, places.blocks)
+            packed = unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)  # [b, H, N, d]
+            by_token = (part.transpose(1, 2).flatten(0, 1) for part in packed)
+            keys, values = (
+                part[places.rows] if isinstance(places.rows, slice) else part.index_select(0, places.rows)
+                for part in by_token
+            )
+        else:
+            rows = self._stored(index).transpose(1, 2)[places.blocks, places.rows]  # [n, H, W]
+            keys, values = rows[..., : self.head_dim], rows[..., self.head_dim :]
+        return as_codes(keys, self.cache_dtype), as_codes(values, self.cache_dtype)
+
+    def rows_of(self, index: int) -> Tensor:
+        """The codes of a layer's cache, [blocks, Hkv, N, W]: keys, and values beside them if there are any; rows of
+        numbers if it is not packed."""
+        return as_codes(self._stored(index), self.cache_dtype)
+
+    def coded(self, numbers: Tensor) -> Tensor:
+        """The nearest codes of numbers that have no scale."""
+        return encode(numbers, 1.0, self.code_dtype) if self._is_quantised else numbers.to(self.code_dtype)
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
@@ -104,23 +142,13 @@ class LayerCaches:
         for attention in attentions:
             attention.kv_cache.index_fill_(0, blocks, 0)
 
-    def _codes(self, index: int, blocks: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._content(self.attentions[index], blocks)  # [b', H, N, d]
-        rows = [x.transpose(1, 2).flatten(0, 1).index_select(0, local) for x in (keys, values)]
-        return as_codes(rows[0], self.cache_dtype), as_codes(rows[1], self.cache_dtype)
-
     def _scales(self, index: int) -> tuple[float, float]:
         attention = self.attentions[index]
         return attention._k_scale_float, attention._v_scale_float
 
-    def _content(self, attention: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks, [b', H, N, d]; the logical shape of every cache is [B, H, N, 2 d]."""
-        taken = attention.kv_cache.index_select(0, self._kernel_blocks(blocks[None])[0])
-        if self.is_latent:
-            return latent.content(taken)
-        if not current_platform.is_cpu():
-            return taken[..., : attention.head_size], taken[..., attention.head_size :]
-        return unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)
+    def _stored(self, index: int) -> Tensor:
+        cache: Tensor = self.attentions[index].kv_cache
+        return cache[:, None] if self.is_latent else cache
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""

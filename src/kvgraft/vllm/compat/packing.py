@@ -18,18 +18,18 @@ def unpack(blocks: Tensor, head_dim: int, isa: str, dtype: torch.dtype, cache_dt
         dtype: the model's.
     """
     num, heads, size, _ = blocks.shape
-    halves = blocks.view(num, heads, 2 * size, head_dim).chunk(2, dim=2)
+    halves = blocks.view(num, heads, 2, size * head_dim).unbind(2)
     orders = _orders(size, head_dim, isa, dtype, cache_dtype)
-    return tuple(_unpacked(half, order) for half, order in zip(halves, orders, strict=True))  # type: ignore[return-value]
+    return tuple(_unpacked(*each, size, head_dim) for each in zip(halves, orders, strict=True))  # type: ignore[return-value]
 
 
-def _unpacked(half: Tensor, order: Tensor) -> Tensor:
-    num, heads, size, head_dim = half.shape
+def _unpacked(half: Tensor, order: Tensor, size: int, head_dim: int) -> Tensor:
+    """[b, H, N * d] -> [b, H, N, d], in place where only dimensions are in another order."""
     if torch.equal(order, _plain(size, head_dim)):
-        return half
+        return half.unflatten(2, (size, head_dim))
     if torch.equal(order, _transposed(size, head_dim)):
-        return half.reshape(num, heads, head_dim, size).transpose(2, 3)
-    return half.reshape(num, heads, -1).index_select(2, order).view(half.shape)
+        return half.unflatten(2, (head_dim, size)).transpose(2, 3)
+    return half.index_select(2, order).unflatten(2, (size, head_dim))
 
 
 @cache

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from kvgraft.kv.rope import Rope, rotate
+from kvgraft.kv.rope import Rope, rotate_part
 
 Angles = tuple[Tensor, Tensor] | None  # cosines and sines [n, d / 2] of shifts; None where nothing turns
 
@@ -37,19 +36,8 @@ class KeyTurning:
         return None if self.rope is None else self.rope.table(shifts)
 
     def turn(self, keys: Tensor, angles: Angles) -> Tensor:
-        """Keys [n, Hkv, d], or differences of such, turned by these angles; computed in float32."""
-        if self.rope is None or angles is None:
-            return keys
-        stop = self.first + self.rope.head_dim
-        if self.is_plain and stop == keys.shape[-1]:  # most models: no part is copied
-            return rotate(keys, *angles)
-        turning = keys[..., self.first : stop]
-        if self.interleaved:
-            turned = rotate(turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *angles)
-            turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        else:
-            turned = rotate(turning, *angles)
-        return torch.cat((keys[..., : self.first], turned, keys[..., stop:]), -1)
+        """Keys [n, Hkv, d], or differences of such, turned by these angles, or by what `by_head` made of them."""
+        return keys if angles is None else rotate_part(keys, *angles, self.first, self.interleaved)
 
 
 def turning_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> KeyTurning:

@@ -1,0 +1,65 @@
+"""Copies of cached tokens at other positions ("align") in vLLM's cache, many layers at a time (SparseX, 3.1)."""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.dispatch import align_paged
+from kvgraft.kv.rope import by_head
+
+if TYPE_CHECKING:
+    from kvgraft.vllm.compat.model import ModelHost
+
+PACKED_TOKENS = 1024  # that are unpacked at a time: what fits a CPU's cache
+TOKENS = 1 << 16  # of a call, which needs no memory of its own
+
+
+class Alignment:
+    """Some tokens, which every layer copies alike but for how its keys turn.
+
+    Where blocks hold rows of numbers, one kernel serves all layers that are alike. vLLM's CPU backend packs blocks as
+    its instruction set wants them, so there each layer is unpacked, turned and written by the backend.
+
+    Args:
+        source, target: slots int64 [n].
+        shifts: int64 [n], how many positions each token moves.
+    """
+
+    def __init__(self, host: "ModelHost", source: Tensor, target: Tensor, shifts: Tensor) -> None:
+        self._host, self._source, self._target = host, source, target
+        self._angles = {turning: turning.angles(shifts) for turning in set(host.turnings)}
+        if host.is_packed:
+            self._places = host.places_of(source)
+            heads = host.num_kv_heads
+            self._angles = {kind: found and by_head(*found, heads) for kind, found in self._angles.items()}
+
+    @staticmethod
+    def most_tokens(host: "ModelHost") -> int:
+        """How many tokens it should be given."""
+        return PACKED_TOKENS if host.is_packed else TOKENS
+
+    def parts(self, layers: Sequence[int]) -> list[list[int]]:
+        """These layers, by which of them go in one call."""
+        alike: dict[Hashable, list[int]] = {}
+        for index in layers:
+            rows = self._host.rows_of(index)
+            form: Hashable = index if self._host.is_packed else (self._host.turnings[index], rows.shape, rows.stride())
+            alike.setdefault(form, []).append(index)
+        return list(alike.values())
+
+    def __call__(self, part: Sequence[int]) -> None:
+        """Copy keys and values of one of the `parts`, and turn the keys."""
+        turning = self._host.turnings[part[0]]
+        angles = self._angles[turning]
+        if self._host.is_packed:
+            [index] = part
+            keys, values = self._host.codes_at(index, self._places)
+            turned = self._host.coded(turning.turn(keys.float(), angles))
+            self._host.write_codes(index, turned, values, self._target)
+            return
+        if angles is None:
+            angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
+        caches = [self._host.rows_of(index) for index in part]
+        align_paged(caches, self._source, self._target, *angles, first=turning.first, interleaved=turning.interleaved)
