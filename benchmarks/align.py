@@ -1,12 +1,12 @@
 """Time of copy with delta-RoPE ("align") against a bare copy of the same slots and against the plain reference.
 
-OMP_NUM_THREADS=2 python benchmarks/align.py --dtype float32
+OMP_NUM_THREADS=2 python benchmarks/align.py --dtype float32 [--paged] [--device cuda]
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import truediv
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvgraft.kernels.dispatch import align_copy
+from kvgraft.kernels.dispatch import align_copy, align_paged
 from kvgraft.kv.cache import slots_of
 from kvgraft.kv.rope import Rope
 
@@ -28,6 +28,13 @@ def bare_copy(keys: Tensor, values: Tensor, layers: range, source: Tensor, targe
     for layer in layers:
         for pool in (keys[layer], values[layer]):
             pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+def bare_paged_copy(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+    """The same for caches of pages."""
+    for cache in caches:
+        rows, size = cache.transpose(1, 2), cache.shape[2]
+        rows[target // size, target % size] = rows[source // size, source % size]
 
 
 def milliseconds(call: Callable[[], None], device: torch.device) -> float:
@@ -61,6 +68,7 @@ def main(
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "float32",
     device: str = "cpu",
     rounds: int = 15,
+    paged: Annotated[bool, typer.Option("--paged", help="A tensor for each layer, keys beside values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Time align_copy, a bare copy and the reference."""
@@ -70,15 +78,26 @@ def main(
     del configuration["as_json"]
     where, every = torch.device(device), range(layers)
     source, target = (slots.to(where) for slots in scattered_slots(tokens, block_size))
-    shape = (layers, int(max(source.max(), target.max())) + 1, kv_heads, head_dim)
-    keys, values = (torch.randn(shape, device=where).to(DTYPES[dtype]) for _ in range(2))
     cos, sin = Rope(head_dim).table(torch.full((tokens,), 1000, device=where))
-    aligned = (keys, values, every, source, target, cos, sin)
-    sides = {
-        "bare copy": lambda: bare_copy(*aligned[:5]),
-        "align_copy": lambda: align_copy(*aligned),
-        "reference": lambda: align_copy(*aligned, implementation="reference"),
-    }
+    sides: dict[str, Callable[[], None]]
+    if paged:
+        shape = (layers, 2 * -(-tokens // block_size), kv_heads, block_size, 2 * head_dim)
+        caches = [*torch.randn(shape, device=where).to(DTYPES[dtype])]
+        moves = (caches, source, target, cos, sin)
+        sides = {
+            "bare copy": lambda: bare_paged_copy(caches, source, target),
+            "align_paged": lambda: align_paged(*moves),
+            "reference": lambda: align_paged(*moves, implementation="reference"),
+        }
+    else:
+        pool = (layers, int(max(source.max(), target.max())) + 1, kv_heads, head_dim)
+        keys, values = (torch.randn(pool, device=where).to(DTYPES[dtype]) for _ in range(2))
+        aligned = (keys, values, every, source, target, cos, sin)
+        sides = {
+            "bare copy": lambda: bare_copy(*aligned[:5]),
+            "align_copy": lambda: align_copy(*aligned),
+            "reference": lambda: align_copy(*aligned, implementation="reference"),
+        }
     report(configuration, measure(sides, rounds, where), as_json)
 
 

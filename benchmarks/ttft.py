@@ -69,17 +69,29 @@ class Report:
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
+SHAPES = {
+    "small": SHAPE,
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}  # fmt: skip
 
 
 def make_model(
-    folder: Path, layers: int, max_position: int, shape: Mapping[str, Any] = SHAPE, family: str = "qwen3"
+    folder: Path,
+    layers: int,
+    max_position: int,
+    shape: Mapping[str, Any] = SHAPE,
+    family: str = "qwen3",
+    dtype: str = "float32",
 ) -> None:
     """A model with random weights."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
     rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
     config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
@@ -103,14 +115,21 @@ def make_prompts(tokens: int, reuse: float, seed: int, *, interleaved: bool = Fa
 
 def flops_of_layer(config: ModelConfig, positions: torch.Tensor) -> float:
     """FLOPs of one layer for tokens at these positions: linear parts, and attention to everything before them."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    weights = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-    return float(2 * weights * positions.numel() + 4 * q_size * (positions + 1).sum())
+    q_size = config.num_heads * config.head_dim
+    weights = config.hidden_size * (q_size + 3 * config.intermediate_size)
+    attention = 2 * weights * positions.numel() + 4 * q_size * (positions + 1).sum()
+    return float(attention) + flops_of_projection(config, positions.numel())
+
+
+def flops_of_projection(config: ModelConfig, tokens: int) -> float:
+    """FLOPs of the queries, keys and values of a layer."""
+    size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return float(2 * config.hidden_size * size * tokens)
 
 
 @dataclass(frozen=True)
 class Counting(Policy):
-    """Another policy, with the FLOPs of all layers that it computes added up in `flops`."""
+    """Another policy, with the FLOPs of all layers and projections that it computes added up in `flops`."""
 
     name: ClassVar[str] = "counting"
     policy: Policy
@@ -118,13 +137,17 @@ class Counting(Policy):
     flops: list[float]
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        compute = ctx.layer
+        compute, project = ctx.layer, ctx.project
 
         def counted(index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
             self.flops.append(flops_of_layer(self.config, ctx.plan.positions[hidden.where]))
             return compute(index, hidden, before_attention)
 
-        ctx.layer = counted  # type: ignore[method-assign]
+        def counted_projection(index: int, hidden: Hidden) -> None:
+            self.flops.append(flops_of_projection(self.config, int(hidden.where.sum())))
+            project(index, hidden)
+
+        ctx.layer, ctx.project = counted, counted_projection  # type: ignore[method-assign]
         return self.policy.recover(ctx)
 
     def __hash__(self) -> int:
@@ -168,17 +191,22 @@ def measure(
 
 def against_transformers(engine: Engine, folder: Path, tokens: int, runs: int) -> tuple[float, float, float]:
     """Median seconds of full prefill here and in transformers with SDPA, and the median of the paired ratios."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="sdpa", dtype=engine.decoder.dtype
-    ).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa", dtype=engine.decoder.dtype
+        )
+        .eval()
+        .to(engine.decoder.device)
+    )
     prompt = make_prompts(tokens, 0.0, seed=1)[1]
     ours, theirs = [], []
     for _ in range(runs + 1):
         engine.clear_cache()
         ours.append(answer(engine, prompt, Full()).ttft_s)
+        given = torch.tensor([prompt], device=engine.decoder.device)
         start = time.perf_counter()
         with torch.inference_mode():
-            model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            model(given, use_cache=True, logits_to_keep=1).logits.cpu()
         theirs.append(time.perf_counter() - start)
     ratios = [b / a for a, b in zip(ours[1:], theirs[1:], strict=True)]
     return statistics.median(ours[1:]), statistics.median(theirs[1:]), statistics.median(ratios)
@@ -202,19 +230,24 @@ def main(
     dtype: str = "float32",
     runs: int = 3,
     threads: int = 0,
+    shape: Annotated[str, typer.Option(help=" | ".join(SHAPES))] = "small",
+    device: str = "cpu",
     as_json: Annotated[bool, typer.Option("--json")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well, after every table.")] = None,
 ) -> None:
     """Print time to first token of every policy, the ratio to full, and the distance to the FLOP floor."""
     torch.set_num_threads(threads or torch.get_num_threads())
     lengths = [*lengths, 16384] if long else lengths
-    report = Report(_configuration(layers, dtype, runs))
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"--shape {shape!r}: allowed are {', '.join(SHAPES)}")
+    report = Report(_configuration(layers, dtype, runs, shape, device))
     console = Console(quiet=as_json)
     console.print(", ".join(f"{key} {value}" for key, value in report.configuration.items()))
     with tempfile.TemporaryDirectory() as name, Progress(console=Console(stderr=True), transient=True) as progress:
         folder = Path(name)
-        make_model(folder, layers, 2 * max(lengths))
-        engine = Engine(folder, dtype=dtype, num_pages=5 * max(lengths) // 2 // 16, max_prefill_tokens=max(lengths))
+        make_model(folder, layers, 2 * max(lengths), SHAPES[shape], dtype=dtype)
+        pages = 5 * max(lengths) // 2 // 16
+        engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, max_prefill_tokens=max(lengths))
         layouts = [*((reuse, False) for reuse in reuses), (INTERLEAVED_REUSE, True)]
         task = progress.add_task("measuring", total=len(lengths) * (len(layouts) + 1))
         for tokens in lengths:
@@ -235,7 +268,9 @@ def main(
         print(json.dumps(asdict(report)))
 
 
-def _configuration(layers: int, dtype: str, runs: int) -> dict[str, object]:
+def _configuration(layers: int, dtype: str, runs: int, shape: str, device: str) -> dict[str, object]:
+    sizes = SHAPES[shape]
+    heads = f"{sizes['num_attention_heads']}/{sizes['num_key_value_heads']} heads of {sizes['head_dim']}"
     cpu = Path("/proc/cpuinfo")
     names = (
         [line.partition(":")[2] for line in cpu.read_text().splitlines() if "model name" in line]
@@ -243,7 +278,9 @@ def _configuration(layers: int, dtype: str, runs: int) -> dict[str, object]:
         else []
     )
     return {
-        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden 512, 8/2 heads of 64, FFN 1536",
+        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden {sizes['hidden_size']}, {heads}, "
+        f"FFN {sizes['intermediate_size']}",
+        "device": device,
         "dtype": dtype,
         "block size": 16,
         "runs": runs,
