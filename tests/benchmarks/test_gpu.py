@@ -1,0 +1,66 @@
+"""What `make gpu` does, tried without a device."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import gpu
+
+runner = CliRunner()
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(gpu.main)
+    result = runner.invoke(app, [*arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "align-paged",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("align", "segpaged", "topk", "flows", "first-tokens")
+        ),
+        pytest.param("capacity", marks=pytest.mark.soak),
+    ],
+)
+def test_every_command_gives_rows(name: str, tmp_path: Path):
+    code, output = invoke("--device", "cpu", "--small", "--only", name, "--out", str(tmp_path))
+    assert code == 0, output
+    [result] = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    assert result["rows"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert all(f"| {what} | {figure} |" in page for what, figure in result["rows"])
+
+
+def test_a_measurement_that_fails_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = gpu.Measurement("broken", "Broken", "nothing", ("benchmarks/align.py",), (), ("--dtype", "int8"), list)
+    missing = gpu.Measurement("missing", "Missing", "nothing", ("-c", ""), (), (), list, needs="no_such_package")
+    monkeypatch.setattr(gpu, "measurements", lambda device: [broken, missing])
+    code, _ = invoke("--device", "cpu", "--small", "--only", "broken", "--only", "missing", "--out", str(tmp_path))
+    page = (tmp_path / "gpu.md").read_text()
+    assert code == 1
+    assert "exit status 2" in page
+    assert "no_such_package is not installed" in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_nothing_is_written(tmp_path: Path):
+    code, output = invoke("--out", str(tmp_path / "none"))
+    assert code == 2
+    assert "no CUDA device" in output
+    assert not (tmp_path / "none").exists()
+
+
+def test_unknown_names_are_refused(tmp_path: Path):
+    code, output = invoke("--only", "allign", "--out", str(tmp_path))
+    assert code == 2
+    assert "allign" in output
