@@ -137,6 +137,8 @@ HANDED = {
     ("worker.py", "", "model"): MODEL_CONFIG,
     ("groups.py", "", "self._pool"): POOL,
     ("groups.py", "of", "kv_cache_manager"): MANAGER,
+    ("groups.py", "", "manager"): "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+    ("connector/shorter_prompts.py", "", "request"): REQUEST,
     ("groups.py", "", "self._managers[group]"): "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
     ("pool.py", "__init__", "blocks"): POOL,
     ("pool.py", "", "self._pool"): POOL,

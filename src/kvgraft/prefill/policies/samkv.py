@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -43,11 +43,6 @@ class SamKV(KeepsDocuments):
             raise ValueError(
                 "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or set top_p=off)"
             )
-
-    @property
-    def with_fixed_budget(self) -> "SamKV":
-        """Fills its budget."""
-        return replace(self, top_p="off")
 
     def num_kept(self, lengths: Sequence[int]) -> int:
         """Without selection nothing but initial and local blocks."""
