@@ -492,6 +492,13 @@ def test_adapters_are_loaded_set_and_removed_where_we_stand():
     assert '[("lora", lora_request.lora_name, lora_request.lora_path)]' in hashed, "RequestAdapters tells weights apart"
 
 
+def test_every_rank_has_all_logits():
+    """ModelHost.logits gives them to policies, which must decide alike."""
+    gathering = inspect.getsource(resolve("vllm.model_executor.layers.logits_processor:LogitsProcessor"))
+    assert "self.use_all_gather = current_platform.use_all_gather()" in gathering
+    assert resolve("vllm.platforms:current_platform").use_all_gather()
+
+
 def test_given_answers_come_behind_the_models_log_probabilities():
     first = inspect.getsource(resolve("vllm.v1.sample.sampler:Sampler").forward)
     told, processed = first.index("self.compute_logprobs(logits)"), first.index("self.apply_logits_processors(")

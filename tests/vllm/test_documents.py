@@ -268,15 +268,6 @@ def test_what_vllm_would_read_of_the_prompt_is_refused(reader: Host):
     assert answer.report["reason"] == "repetition_penalty"
 
 
-def test_heads_on_several_ranks_cannot_choose_together(
-    reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(reader.side._eligibility, "_num_ranks", 2)
-    [answer] = reader.ask(Ask(PROMPT, FEW, max_tokens=20))
-    assert answer.report["reason"] == "tensor_parallel"
-    assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=20)
-
-
 @pytest.mark.parametrize("policy", [FEW, FEWER[0]], ids=str)
 @pytest.mark.parametrize("answering", [False, True])
 def test_an_aborted_request_leaves_nothing(reader: Host, policy: dict[str, object], *, answering: bool):

@@ -62,6 +62,10 @@ class LayerHost(ABC):
             [r, ...].
         """
 
+    def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
+        """As `over_heads` of a context; where a host has all heads nothing is to be done."""
+        return values
+
     @abstractmethod
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has there."""
@@ -150,6 +154,9 @@ class PartialPrefill(DocumentContext):
     def query(self) -> Tensor:
         return self._last_layer[1]
 
+    def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        return self._host.agree(values, reduction)
+
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; documents stay where they are, and the queries are turned instead."""
         where, query, _ = self._last_layer
@@ -167,7 +174,7 @@ class PartialPrefill(DocumentContext):
                     mass = mass.maximum(weights.amax((0, 1)))
             self.scored += asking.shape[0] * mass.numel()
             scores = torch.zeros(self.plan.num_tokens)
-            scores[self.plan.grafted] = mass.cpu()
+            scores[self.plan.grafted] = self.over_heads(mass, reduction).cpu()
             return scores
 
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -246,7 +253,7 @@ class PartialPrefill(DocumentContext):
         if fuses:
             known = self.plan.grafted[tokens].to(device)[:, None, None]
             old = [part[:, place].transpose(0, 1) for part in (scratch.keys, scratch.values)]
-            new = [torch.where(known, a, b) for a, b in zip(blend(new, old), new, strict=True)]
+            new = [torch.where(known, a, b) for a, b in zip(blend(new, old, self.over_heads), new, strict=True)]
         for pool, part in zip((scratch.keys, scratch.values), new, strict=True):
             pool[:, place] = part.transpose(0, 1)
         stays = self.kept[index][tokens]
