@@ -344,7 +344,7 @@ def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch:
     exponents = torch.linspace(0.9, 1.1, 200)
     exponents[[0, 80, 192]] = torch.tensor([-50.0, 0.5, -40.0])  # the first tokens of blocks 0, 10 and 24
 
-    def received(query: torch.Tensor, keys: torch.Tensor) -> Received:
+    def received(query: torch.Tensor, keys: torch.Tensor, over_heads: object) -> Received:
         return Received(torch.zeros(200), exponents)
 
     monkeypatch.setattr("kvgraft.prefill.documents.reading.received_attention", received)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvgraft.kv.documents import Blocks, Document
 from kvgraft.prefill.documents.context import Layout, Placed, blend
@@ -12,6 +13,10 @@ from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.prefill.policies.samkv import match, personalise, retrieved_share
 
 BLOCKS = Blocks(8, 1, 1)
+
+
+def all_here(values: Tensor) -> Tensor:
+    return values
 
 
 def placed(start: int, num_tokens: int) -> Placed:
@@ -28,7 +33,7 @@ def layout() -> Layout:
 def test_equation_1_adds_what_the_other_documents_look_for():
     generic = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # two heads
     local = [torch.tensor(q) for q in ([[3.0, 4.0], [0.0, 0.0]], [[0.0, 2.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]])]
-    first, second, third = personalise(generic, local)
+    first, second, third = personalise(generic, torch.stack(local), all_here)
     # |cos| to the generic query: 3/5, 0, 1
     assert first.flatten().tolist() == pytest.approx((generic + local[2] / 2).flatten().tolist())
     assert second.flatten().tolist() == pytest.approx((generic + (0.6 * local[0] + local[2]) / 2).flatten().tolist())
@@ -37,7 +42,7 @@ def test_equation_1_adds_what_the_other_documents_look_for():
 
 def test_equation_1_leaves_a_single_document_the_generic_query():
     generic = torch.randn(2, 2)
-    [query] = personalise(generic, [torch.randn(2, 2)])
+    [query] = personalise(generic, torch.randn(1, 2, 2), all_here)
     assert torch.equal(query, generic)
 
 
@@ -54,7 +59,7 @@ def test_equation_2_is_the_share_above_the_anchors():
 def test_equation_4_blends_by_the_cosine_of_old_and_new():
     new = [torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]])]  # keys, values
     old = [torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]], [[0.0, 0.0]]])]
-    keys, values = blend(new, old)
+    keys, values = blend(new, old, all_here)
     theta = 1 / math.sqrt(2)  # of the first token; of the second it is 1
     assert keys.flatten().tolist() == pytest.approx([1.0, 0.0, 0.0, 2.0])
     assert values.flatten().tolist() == pytest.approx([1 - theta, 0.0, 0.0, 0.0])
@@ -110,6 +115,6 @@ def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condens
 def test_cosines_are_of_all_heads_together():
     """A head that points elsewhere counts by its size only."""
     one, other = torch.tensor([[1.0, 0.0], [0.0, 0.1]]), torch.tensor([[1.0, 0.0], [0.1, 0.0]])
-    _, biased = personalise(one, [other, torch.zeros(2, 2)])
+    _, biased = personalise(one, torch.stack([other, torch.zeros(2, 2)]), all_here)
     cosine = F.cosine_similarity(one.flatten(), other.flatten(), dim=0)
     torch.testing.assert_close(biased, one + cosine * other)

@@ -5,7 +5,7 @@
 
 Texts are read under the first of the adapters (null is none, and the default). Every prompt is asked once under each of
 them with each of the options, of which `reuse: off` has to be the last, as it leaves exact hits; the answers are a list
-of lists of {tokens, cached, report}.
+of lists of {tokens, logprobs (one for each), cached, report}.
 """
 
 import json
@@ -37,10 +37,13 @@ def main(answers: IO[str]) -> None:
 
     def ask(tokens: list[int], options: dict[str, Any], adapter: LoRARequest | None) -> dict[str, Any]:
         extra = {"kv_transfer_params": {"kvgraft": options}}
-        params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, extra_args=extra)
+        params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0, extra_args=extra)
         [answer] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False, lora_request=adapter)
-        report = answer.kv_transfer_params["kvgraft"]
-        return {"tokens": answer.outputs[0].token_ids, "cached": answer.num_cached_tokens, "report": report}
+        [generated], report = answer.outputs, answer.kv_transfer_params["kvgraft"]
+        steps = zip(generated.token_ids, generated.logprobs, strict=True)
+        logprobs = [step[token].logprob for token, step in steps]
+        told = {"tokens": generated.token_ids, "logprobs": logprobs, "cached": answer.num_cached_tokens}
+        return told | {"report": report}
 
     for tokens in job["read"]:
         ask(tokens, {"reuse": "off"}, adapters[0])

@@ -137,6 +137,8 @@ HANDED = {
     ("worker.py", "", "model"): MODEL_CONFIG,
     ("groups.py", "", "self._pool"): POOL,
     ("groups.py", "of", "kv_cache_manager"): MANAGER,
+    ("groups.py", "", "manager"): "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+    ("connector/shorter_prompts.py", "", "request"): REQUEST,
     ("groups.py", "", "self._managers[group]"): "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
     ("pool.py", "__init__", "blocks"): POOL,
     ("pool.py", "", "self._pool"): POOL,
@@ -488,6 +490,13 @@ def test_adapters_are_loaded_set_and_removed_where_we_stand():
     assert "self._load_adapter(lora_request)" in inspect.getsource(resolve(LORA_MANAGER).add_adapter)
     hashed = inspect.getsource(resolve("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys"))
     assert '[("lora", lora_request.lora_name, lora_request.lora_path)]' in hashed, "RequestAdapters tells weights apart"
+
+
+def test_every_rank_has_all_logits():
+    """ModelHost.logits gives them to policies, which must decide alike."""
+    gathering = inspect.getsource(resolve("vllm.model_executor.layers.logits_processor:LogitsProcessor"))
+    assert "self.use_all_gather = current_platform.use_all_gather()" in gathering
+    assert resolve("vllm.platforms:current_platform").use_all_gather()
 
 
 def test_given_answers_come_behind_the_models_log_probabilities():

@@ -37,8 +37,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvgraft.kv.rope import Rope, rotate
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import on_cache_reset
+from kvgraft.vllm.compat import on_cache_reset, set_prompt
 from kvgraft.vllm.connector.metadata import WorkerMetadata
+from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.recovery import RecoveryResult
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -286,6 +287,25 @@ def test_a_failed_load_is_computed_by_vllm(driver: Driver):
     assert plan.num_scheduled_tokens == {"r": 100}, "fallbacks are computed in full"
     assert driver.pool.get_num_free_blocks() == free, "the blocks of the failed load are given back"
     assert request.num_preemptions == 0
+
+
+def test_a_prompt_that_turns_out_shorter_is_scheduled_as_such(driver: Driver):
+    """ShorterPrompts.settle: of a prompt of 100 tokens 40 are kept, and two blocks of four are free at once."""
+    request = driver.load()
+    free = driver.pool.get_num_free_blocks()
+    driver.step(finished_recving={"r"})
+    set_prompt(request, PROMPT[-40:])
+    request.num_computed_tokens = 40
+    CacheGroups.of(driver.scheduler.kv_cache_manager, BLOCK).trim("r", 40)
+    assert driver.pool.get_num_free_blocks() == free + 2
+    driver.recorder.take()
+    plan, _ = driver.step()
+    [sent] = plan.scheduled_new_reqs
+    assert (sent.prompt_token_ids, sent.num_computed_tokens, len(sent.block_ids[0])) == (PROMPT[-40:], 39, 2)
+    assert plan.num_scheduled_tokens == {"r": 1}
+    assert driver.recorder.take() == [("alloc", 0, 2), ("meta", 1)]
+    driver.step()
+    assert driver.pool.get_num_free_blocks() == NUM_BLOCKS - 1, "all of them are given back, once"
 
 
 def test_the_outcomes_arrive_before_the_request_is_scheduled_again(driver: Driver):

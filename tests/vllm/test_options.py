@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvgraft.methods import count_layers
 from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Condense, Full, Naive, SamKV, SparseX
+from kvgraft.prefill.policies import Full, Naive, SparseX
 from kvgraft.vllm.options import (
     CONTROL_TOKEN,
     KEY,
@@ -22,7 +22,6 @@ from kvgraft.vllm.options import (
     RequestOptions,
     check_name,
     namespace_label,
-    served_policy,
 )
 
 POLICY = SparseX(boundary_layers=3, recompute_share=0.2)
@@ -251,13 +250,3 @@ def test_a_report_travels_as_plain_json():
     assert Report(**sent[KEY]) == report
     sent[KEY]["spans"].append("changed")
     assert report.spans == [[0, 4, "grafted"]]
-
-
-def test_policies_that_keep_documents_in_part_keep_a_known_number():
-    assert str(served_policy("samkv:kept_share=0.2")).endswith("top_p=off")
-    assert served_policy("condense") == Condense()
-    assert RequestOptions.parse({"policy": "samkv", "kept_share": 0.2}, RequestOptions(Naive())).policy == SamKV(
-        kept_share=0.2, top_p="off"
-    )
-    with pytest.raises(ValueError, match=r"vLLM must know beforehand how much is kept, as by samkv:.*top_p=off"):
-        RequestOptions.parse({"policy": "samkv", "top_p": "on"}, RequestOptions(Naive()))

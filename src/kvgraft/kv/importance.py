@@ -1,5 +1,6 @@
 """How much attention the tokens of a text receive from those behind them (SamKV, Appendix A)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,9 +33,15 @@ class BlockImportance:
     attention: Tensor
 
 
-def received_attention(query: Tensor, keys: Tensor) -> Received:
+def received_attention(
+    query: Tensor, keys: Tensor, over_heads: Callable[[Tensor], Tensor] = lambda weights: weights
+) -> Received:
     """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log space,
-    through the point (1, 1)."""
+    through the point (1, 1).
+
+    Args:
+        over_heads: what is summed over these heads -> over all, if there are others.
+    """
     count, size = keys.shape[0], keys.shape[-1]
     here = torch.arange(count, device=keys.device)
     grouped = (query.float() * size**-0.5).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, d]
@@ -44,7 +51,8 @@ def received_attention(query: Tensor, keys: Tensor) -> Received:
     for start, stop in pairwise([*range(0, count, rows), count]):
         at, past = here[start:stop, None], here[:stop]
         logits = grouped[:, :, start:stop] @ transposed[..., :stop]  # [Hkv, G, r, m]
-        weights = logits.masked_fill(past > at, float("-inf")).softmax(-1).mean((0, 1)).double()  # [r, m]
+        summed = over_heads(logits.masked_fill(past > at, float("-inf")).softmax(-1).sum((0, 1))).double()  # [r, m]
+        weights = summed / summed.sum(1, keepdim=True)  # every head gives 1 in all
         behind = past < at
         x = (at - past).clamp(min=1).double().log()
         y = weights.clamp(min=FLOOR).log()

@@ -53,7 +53,8 @@ class PrefillContext(ABC):
 
     Attributes:
         plan: which tokens are prefix, grafted, fresh.
-        num_layers, num_kv_heads: of the model (on this tensor-parallel rank).
+        num_layers: of the model.
+        num_kv_heads: that this context has queries, keys and values of; other ranks may have others (`over_heads`).
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
         head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
@@ -133,6 +134,11 @@ class PrefillContext(ABC):
         """Change the cache: add rotated keys and values [n, Hkv, d] to those of the grafted tokens in `where` bool [T].
         Not every host has it."""
         raise NotImplementedError("this host lets policies change no KV")
+
+    def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Floats that were summed over the heads here, or are the greatest of theirs -> over all heads of the model,
+        the same on every rank: so all choose alike."""
+        return values
 
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:

@@ -30,7 +30,6 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
     "control": "it is an operation of the server itself",
     "invalid_params": "its kv_transfer_params could not be read",
     "residual_stream": "the residual stream of a layer that its policy needs is not kept: --kvgraft-residual-layers",
-    "tensor_parallel": "its policy needs all heads or all logits on one rank",
     "unsupported_model": "its policy keeps a part of documents, which only models of plain attention can",
     "repetition_penalty": "its policy keeps a part of the prompt, and the penalty needs all of it",
     "lora": "the weights of its LoRA adapter are not known, or others were loaded while it ran",

@@ -100,6 +100,14 @@ class CacheGroups:
         self._pool.free_blocks([self._pool.blocks[page] for page in pages])
         reserved.before, reserved.scratch = [], []
 
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the last blocks of a request, that so many tokens do not need and nobody knows by a hash yet."""
+        needed = -(-num_tokens // self._block_size)
+        for manager in self._managers:
+            blocks = manager.req_to_blocks[request_id]
+            self._pool.free_blocks(reversed(blocks[needed:]))
+            del blocks[needed:]
+
     def tables(self, block_ids: Sequence[Sequence[int]], reserved: Reserved) -> tuple[np.ndarray, ...]:
         """Block tables of a prompt, int64 [b] by group, the main one first: vLLM's, completed by what is reserved."""
         tables = [np.array(block_ids[self.main], np.int64)]

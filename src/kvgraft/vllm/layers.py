@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvgraft.prefill.context import Reduction
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
 
@@ -53,6 +54,9 @@ class VllmLayers(LayerHost):
 
         after = self._host.run_around(index, positions, *entering(index, states), attend_all)
         return states[:0] if after is None else torch.stack(after, dim=1)[rows]
+
+    def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
+        return self._host.agree(values, reduction)
 
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
         return self._host.read(index, self._slots[places])

@@ -88,8 +88,6 @@ class RequestOptions:
         base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
         options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
         policy = _changed(base, options)
-        if isinstance(policy, KeepsDocuments) and policy != (fixed := policy.with_fixed_budget):
-            raise ValueError(f"policy {policy}: vLLM must know beforehand how much is kept, as by {fixed}")
         shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
         profile = default.profile if policy == default.policy else None
         is_exact = reuse != "auto" or quality == "exact"
@@ -191,14 +189,12 @@ def frozen_namespace(cache_salt: str, adapter: str) -> str:
 
 
 def served_policy(text: str) -> Policy:
-    """A policy that vLLM can run. One that keeps a part of documents keeps as much as is known beforehand.
+    """A policy that vLLM can run.
 
     Raises:
         ValueError: an unknown policy or option, or one that works head by head.
     """
     policy = parse_policy(text)
-    if isinstance(policy, KeepsDocuments):
-        policy = policy.with_fixed_budget
     if policy.needs_head_map:
         raise ValueError(
             f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"

@@ -180,9 +180,11 @@ class VllmPrefill(PagedPrefill):
                 queries.append(self._host.project(index, slots, chunk.positions, *before))
         self._query = (index, hidden.where, torch.cat(queries))
 
+    def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        return self._host.agree(values, reduction)
+
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in the protocol, over the heads of all tensor-parallel ranks."""
-        return self._host.agree(super().scores(index, queries, reduction), reduction).cpu()
+        return self.over_heads(super().scores(index, queries, reduction), reduction)
 
     def _slots_at(self, index: int) -> Sequence[Tensor]:
         return self._group_slots[self._host.group_of[index]]

@@ -37,6 +37,7 @@ class Job:
     documents: tuple[range, ...] = ()
     scope: bytes = b""  # of what is read on its own
     adapter: Adapter | None = None  # under which it is computed
+    kept: np.ndarray | None = None  # of documents, if that has been chosen: as in `RecoveryResult`
 
     @property
     def own_blocks(self) -> torch.Tensor:
@@ -57,13 +58,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None; `counts` are of
-    what its policy did not trust."""
+    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None; `kept` the tokens
+    of documents that stay in each layer, bits [L, T / 8]; `counts` are of what its policy did not trust."""
 
     failure: str | None = None
     computed_share: float = 0.0
     recomputed_tokens: int = 0
-    kept_tokens: int | None = None
+    kept: np.ndarray | None = None
     stages: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -126,15 +127,14 @@ class RecoveryBatch:
     def _keep(self, policy: KeepsDocuments, job: Job) -> dict[str, RecoveryResult]:
         """One prompt of which a part is kept."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
-        layers = VllmLayers(self._host, slots, self._spend)
-        room = policy.num_kept([len(span) for span in job.documents]) + int(job.plan.fresh.sum())
-        ctx, *_ = self._library.keep(layers, policy, job.plan, job.token_ids, job.documents, job.scope)
-        if ctx.num_kept != room:
-            raise ValueError(f"{policy} has kept {ctx.num_kept} tokens where {room} were announced")
-        layers.close_up(room, job.plan.num_tokens - room)
-        share = ctx.projected / (ctx.num_layers * job.plan.num_tokens)
+        layers, plan = VllmLayers(self._host, slots, self._spend), job.plan
+        chosen = None if job.kept is None else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
+        ctx, *_ = self._library.keep(layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen)
+        layers.close_up(ctx.num_kept, plan.num_tokens - ctx.num_kept)
+        share = ctx.projected / (ctx.num_layers * plan.num_tokens)
         failure = None if ctx.is_finite else "non_finite"
-        return {job.request_id: RecoveryResult(failure, share, ctx.recomputed, room, ctx.times.seconds)}
+        kept = np.packbits((ctx.kept & plan.grafted).numpy(), 1)
+        return {job.request_id: RecoveryResult(failure, share, ctx.recomputed, kept, ctx.times.seconds)}
 
     def _recover(self) -> dict[str, RecoveryResult]:
         """Jobs whose grafts are in the pool."""

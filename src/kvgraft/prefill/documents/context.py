@@ -6,17 +6,18 @@ host memory a layer reads what it attends to, and the pages of the prompt hold w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kv.documents import Blocks, Document
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.plan import Plan
+
+OverHeads = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class Layout:
 
 
 class DocumentContext(ABC):
-    """One prefill pass over one prompt.
+    """One prefill pass over one prompt. Queries and keys are of the heads that this rank has.
 
     Attributes:
         plan: the tokens of documents are `grafted`, all others fresh.
@@ -148,6 +149,10 @@ class DocumentContext(ABC):
         """Queries of the last `layer` call: [n, Hq, d], rotated."""
 
     @abstractmethod
+    def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """As in `PrefillContext`."""
+
+    @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """float32 [T]: the softmax attention over all documents together that each of their tokens receives from the
         tokens in `queries` bool [T], summed over them and over heads, or the greatest; 0 for other tokens. The tokens
@@ -171,9 +176,16 @@ class DocumentContext(ABC):
         """
 
 
-def blend(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+def cosine(one: Tensor, other: Tensor, over_heads: OverHeads) -> Tensor:
+    """Cosines [...] of vectors float32 [..., x] that hold what is here of all heads."""
+    pairs = (one, other), (one, one), (other, other)
+    product, *squares = over_heads(torch.stack([(a * b).sum(-1) for a, b in pairs]))
+    return product / (squares[0].sqrt() * squares[1].sqrt()).clamp(min=1e-8)
+
+
+def blend(new: Sequence[Tensor], old: Sequence[Tensor], over_heads: OverHeads) -> list[Tensor]:
     """`theta * new + (1 - theta) * old`, theta the cosine between a token's new and old KV (Eq. 4); keys and values,
     [n, Hkv, d] each."""
     one, other = (torch.cat([part.flatten(1) for part in pair], dim=1).float() for pair in (new, old))
-    theta = F.cosine_similarity(one, other, dim=1)[:, None, None].to(new[0].dtype)
+    theta = cosine(one, other, over_heads)[:, None, None].to(new[0].dtype)
     return [theta * a + (1 - theta) * b for a, b in zip(new, old, strict=True)]

@@ -52,11 +52,6 @@ class KeepsDocuments(Policy):
         anchors = sum(self.blocks.num_anchors(length) for length in lengths)
         return max(anchors, int(self.kept_share * sum(lengths) + 1e-9))
 
-    @property
-    def with_fixed_budget(self) -> "KeepsDocuments":
-        """This policy, or the one most like it that keeps exactly as many tokens as `num_kept` says."""
-        return self
-
     @abstractmethod
     def choose(self, ctx: DocumentContext) -> Tensor:
         """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all anchors."""
@@ -65,9 +60,13 @@ class KeepsDocuments(Policy):
         """Everything: only a host without documents calls this."""
         return self.recompute(ctx)
 
-    def keep(self, ctx: DocumentContext) -> Hidden:
-        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure 2)."""
-        kept = self.choose(ctx)
+    def keep(self, ctx: DocumentContext, kept: Tensor | None = None) -> Hidden:
+        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure 2).
+
+        Args:
+            kept: bool [L, T], what it chose when this prompt had fewer tokens of its answer behind it.
+        """
+        kept = self.choose(ctx) if kept is None else kept
         ctx.retain(kept | ctx.plan.fresh)
         self._mend(ctx, kept)
         question = ctx.plan.question

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvgraft.kv.documents import Blocks, Document, DocumentStore
 from kvgraft.prefill.context import Hidden
@@ -59,17 +60,18 @@ class Library:
         documents: Sequence[range],
         scope: bytes,
         *,
+        kept: Tensor | None = None,
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[PartialPrefill, Hidden, int]:
-        """Prefill a prompt int64 [T] of which the policy keeps a part: what was done, the question's last states, and
-        how many documents had to be read first."""
+        """Prefill a prompt int64 [T] of which the policy keeps a part, `kept` bool [L, T] if it has chosen that before:
+        what was done, the question's last states, and how many documents had to be read first."""
         started = time.perf_counter()
         layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, shared=shared, remember=remember)
         room = policy.num_kept(layout.lengths) + int(plan.fresh.sum())
         ctx = PartialPrefill(host, plan, torch.from_numpy(tokens), layout, room, self.stable_layers)
         ctx.times.add("read", time.perf_counter() - started)
-        return ctx, policy.keep(ctx), num_read
+        return ctx, policy.keep(ctx, kept), num_read
 
     def place(
         self,

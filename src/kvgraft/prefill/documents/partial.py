@@ -62,6 +62,10 @@ class LayerHost(ABC):
             [r, ...].
         """
 
+    def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
+        """As `over_heads` of a context; where a host has all heads nothing is to be done."""
+        return values
+
     @abstractmethod
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has there."""
@@ -79,7 +83,7 @@ class PartialPrefill(DocumentContext):
         room: tokens that the pages have room for.
 
     Attributes:
-        num_kept: tokens in the pages after `retain`.
+        num_kept: tokens in the pages after `retain`, in each layer; `kept`: bool [L, T], which.
         scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
         recomputed: tokens of documents whose KV is computed anew in the last layer.
         times: seconds spent in select, align and sparse work.
@@ -109,7 +113,7 @@ class PartialPrefill(DocumentContext):
         for at in layout.placed:
             shifts[at.start : at.stop] = at.start
         self._turns = host.rope.table(shifts.to(host.device))
-        self._kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
+        self.kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
         self._stage = "select"
         self._finite = torch.tensor(True, device=host.device)
         self._last: tuple[Tensor, Tensor, Scratch] | None = None  # tokens of the last layer, their queries, all keys
@@ -150,6 +154,9 @@ class PartialPrefill(DocumentContext):
     def query(self) -> Tensor:
         return self._last_layer[1]
 
+    def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        return self._host.agree(values, reduction)
+
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; documents stay where they are, and the queries are turned instead."""
         where, query, _ = self._last_layer
@@ -167,7 +174,7 @@ class PartialPrefill(DocumentContext):
                     mass = mass.maximum(weights.amax((0, 1)))
             self.scored += asking.shape[0] * mass.numel()
             scores = torch.zeros(self.plan.num_tokens)
-            scores[self.plan.grafted] = mass.cpu()
+            scores[self.plan.grafted] = self.over_heads(mass, reduction).cpu()
             return scores
 
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -190,7 +197,7 @@ class PartialPrefill(DocumentContext):
             for index in range(self.num_layers):
                 keys, values = self._gather(index, kept[index])
                 self._host.write(index, places, keys.transpose(0, 1), values.transpose(0, 1))
-            self._kept = kept
+            self.kept = kept
             self._stage = "sparse" if bool((kept & self.plan.grafted).any()) else "select"
 
     def computed(self) -> tuple[Tensor, Tensor]:
@@ -211,7 +218,7 @@ class PartialPrefill(DocumentContext):
         shape = (host.num_kv_heads, int(where.sum()), host.head_dim)
         keys, values = torch.full((2, *shape), float("nan"), dtype=host.dtype, device=device)
         self.scratch_bytes = max(self.scratch_bytes, keys.nbytes + values.nbytes)
-        rank, held = _rank(where), where & self._kept[index]
+        rank, held = _rank(where), where & self.kept[index]
         missing = where & self.plan.grafted & ~held
         if missing.any():
             place, turns = rank[missing].to(device), (part[missing.to(device)] for part in self._turns)
@@ -219,7 +226,7 @@ class PartialPrefill(DocumentContext):
             keys.index_copy_(1, place, aligned)
             values.index_copy_(1, place, self._cached("values", index, missing))
         if held.any():
-            found = host.read(index, _rank(self._kept[index])[held].to(device))
+            found = host.read(index, _rank(self.kept[index])[held].to(device))
             for pool, part in zip((keys, values), found, strict=True):
                 pool[:, rank[held].to(device)] = part.transpose(0, 1)
         return keys, values
@@ -246,13 +253,13 @@ class PartialPrefill(DocumentContext):
         if fuses:
             known = self.plan.grafted[tokens].to(device)[:, None, None]
             old = [part[:, place].transpose(0, 1) for part in (scratch.keys, scratch.values)]
-            new = [torch.where(known, a, b) for a, b in zip(blend(new, old), new, strict=True)]
+            new = [torch.where(known, a, b) for a, b in zip(blend(new, old, self.over_heads), new, strict=True)]
         for pool, part in zip((scratch.keys, scratch.values), new, strict=True):
             pool[:, place] = part.transpose(0, 1)
-        stays = self._kept[index][tokens]
+        stays = self.kept[index][tokens]
         if index == self.num_layers - 1:
             self.recomputed += int((stays & self.plan.grafted[tokens]).sum())
-        places = _rank(self._kept[index])[tokens[stays]].to(device)
+        places = _rank(self.kept[index])[tokens[stays]].to(device)
         self._host.write(index, places, *(part[stays.to(device)] for part in new))
 
     def _attend(self, index: int, scratch: "Scratch", tokens: Tensor, query: Tensor) -> Tensor | None:

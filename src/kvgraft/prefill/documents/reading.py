@@ -26,7 +26,7 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Docume
         outputs = everything if index < host.num_layers - 1 else nothing
         hidden = ctx.layer(index, hidden, sees=nothing, writes=everything, outputs=outputs)
         query, (keys, values) = ctx.query(), ctx.computed()  # [n, Hq, d], [Hkv, n, d]
-        importance = by_block(received_attention(query, keys.transpose(0, 1)), size)
+        importance = by_block(received_attention(query, keys.transpose(0, 1), ctx.over_heads), size)
         outliers = torch.zeros(count, dtype=torch.bool, device=query.device)
         small = exceptionally_small(importance.exponent[middle.start : middle.stop])
         outliers[importance.representative[middle.start : middle.stop][small]] = True

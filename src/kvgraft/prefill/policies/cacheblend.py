@@ -42,5 +42,5 @@ class CacheBlend(Policy):
         deviation = torch.zeros(plan.num_tokens)
         for old, new in zip(cached, computed, strict=True):
             deviation[plan.grafted] += (new.float() - old.float()).square().sum((1, 2)).cpu()
-        chosen = plan.top_share(deviation, self.recompute_share, among=plan.grafted)
+        chosen = plan.top_share(ctx.over_heads(deviation), self.recompute_share, among=plan.grafted)
         return ctx.run(deep, hidden.only(plan.fresh | chosen))

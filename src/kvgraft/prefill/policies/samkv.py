@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kv.documents import Document
 from kvgraft.methods import require_choice
-from kvgraft.prefill.documents.context import DocumentContext
+from kvgraft.prefill.documents.context import DocumentContext, OverHeads, cosine
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Update
 
 Switch = Literal["on", "off"]
@@ -44,11 +43,6 @@ class SamKV(KeepsDocuments):
                 "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or set top_p=off)"
             )
 
-    @property
-    def with_fixed_budget(self) -> "SamKV":
-        """Fills its budget."""
-        return replace(self, top_p="off")
-
     def num_kept(self, lengths: Sequence[int]) -> int:
         """Without selection nothing but initial and local blocks."""
         return super().num_kept(lengths) if self.selection == "on" else sum(map(self.blocks.num_anchors, lengths))
@@ -58,11 +52,11 @@ class SamKV(KeepsDocuments):
         layout, lengths = ctx.layout, ctx.layout.lengths
         fresh, question = ctx.plan.fresh, ctx.plan.question
         asked = self.ask(ctx, layout.anchors, question, fresh)
-        generic = [ctx.query()[question[fresh]].float().mean(0) for _ in asked]  # [Hq, d] each
+        generic = torch.stack([ctx.query()[question[fresh]].float().mean(0) for _ in asked])  # [L, Hq, d]
         kept = layout.anchors.repeat(ctx.num_layers, 1)
         if self.selection == "off" or not layout.is_middle.any():
             return kept
-        scores = torch.stack([self._scores(ctx, index, query) for index, query in enumerate(generic)])  # [L, B]
+        scores = self._scores(ctx, generic)
         num_tokens = self.num_kept(lengths) - int(layout.anchors.sum())
         retrieved = layout.is_middle.repeat(ctx.num_layers, 1)
         if self.top_p == "on":
@@ -76,12 +70,18 @@ class SamKV(KeepsDocuments):
             kept[index] |= layout.fill(ranking[retrieved[index][ranking]], num_tokens)
         return kept
 
-    def _scores(self, ctx: DocumentContext, index: int, generic: Tensor) -> Tensor:
-        """How well every block matches the query of its document, [B]."""
-        numbers = range(len(ctx.layout.placed))
-        local = [ctx.local_query(index, number).float() for number in numbers]
-        queries = personalise(generic, local) if self.bias == "on" else [generic] * len(local)
-        return torch.cat([match(queries[number], ctx.block_keys(index, number)) for number in numbers]).cpu()
+    def _scores(self, ctx: DocumentContext, generic: Tensor) -> Tensor:
+        """How well every block matches the query of its document, [L, B]."""
+        layers, numbers = range(ctx.num_layers), range(len(ctx.layout.placed))
+        queries = generic[:, None].expand(-1, len(numbers), -1, -1)  # [L, D, Hq, d]
+        if self.bias == "on":
+            local = [torch.stack([ctx.local_query(index, number) for number in numbers]) for index in layers]
+            queries = personalise(generic, torch.stack(local).float(), ctx.over_heads)
+        matched = [
+            torch.cat([match(queries[index, number], ctx.block_keys(index, number)) for number in numbers])
+            for index in layers
+        ]
+        return ctx.over_heads(torch.stack(matched)).cpu()
 
     def _retrieve(self, ctx: DocumentContext, scores: Tensor) -> Tensor:
         """bool [L, B]: of each document and layer the best share P of the middle blocks (Eq. 2 and 3)."""
@@ -106,16 +106,17 @@ class SamKV(KeepsDocuments):
         return retrieved_share(best, scores[:, ~middle].mean(1), worst)
 
 
-def personalise(generic: Tensor, local: Sequence[Tensor]) -> list[Tensor]:
-    """For each document the query that looks for what the others have, too (Eq. 1): [Hq, d] each."""
-    weighted = [F.cosine_similarity(generic.flatten(), q.flatten(), dim=0).abs() * q for q in local]
-    others = max(len(local) - 1, 1)
-    total = torch.stack(weighted).sum(0)
-    return [generic + (total - own) / others for own in weighted]
+def personalise(generic: Tensor, local: Tensor, over_heads: OverHeads) -> Tensor:
+    """For each document the query that looks for what the others have, too (Eq. 1): [..., Hq, d] and
+    [..., D, Hq, d] -> [..., D, Hq, d]."""
+    generic = generic.unsqueeze(-3).expand_as(local)
+    weighted = cosine(generic.flatten(-2), local.flatten(-2), over_heads).abs()[..., None, None] * local
+    others = max(local.shape[-3] - 1, 1)
+    return generic + (weighted.sum(-3, keepdim=True) - weighted) / others
 
 
 def match(query: Tensor, keys: Tensor) -> Tensor:
-    """Inner products over all heads: query [Hq, d], keys [B, Hkv, d] -> [B]."""
+    """Inner products over these heads: query [Hq, d], keys [B, Hkv, d] -> [B]."""
     by_group = query.unflatten(0, (keys.shape[1], -1)).sum(1)  # [Hkv, d]
     return (keys.float() * by_group).sum((1, 2))
 

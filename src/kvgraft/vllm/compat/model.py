@@ -95,7 +95,7 @@ class ModelHost(LayerCaches):
         return output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V]."""
+        """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V], gathered on every rank."""
         return self._by_parts(self._model.compute_logits, self.normed(states)).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -223,13 +223,13 @@ class ModelHost(LayerCaches):
         """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
         self._clear(self.attentions[self.num_layers :], blocks)
 
-    def agree(self, scores: Tensor, reduction: str) -> Tensor:
-        """Scores float32 [n] of this rank's heads -> sum or max over all heads, the same on every rank."""
+    def agree(self, values: Tensor, reduction: str) -> Tensor:
+        """Floats [...], reduced over this rank's heads -> sum or max over all heads, the same on every rank."""
         if get_tensor_model_parallel_world_size() == 1:
-            return scores
+            return values
         group = get_tp_group()
-        gathered = group.all_gather(scores.to(self.device)[None], dim=0)  # [ranks, n]
-        return gathered.sum(0) if reduction == "sum" else gathered.amax(0)
+        gathered = group.all_gather(values.to(self.device)[None].contiguous(), dim=0)  # [ranks, ...]
+        return (gathered.sum(0) if reduction == "sum" else gathered.amax(0)).to(values.device)
 
     def _check_turning(self) -> None:
         """Compute keys of the same states at two places, and turn those of the first to the second."""

@@ -7,7 +7,6 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import Similar
 from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat.families import is_plain
 from kvgraft.vllm.compat.given_answers import check_answer
@@ -31,7 +30,6 @@ class ReuseEligibility:
         self._config = config
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._residual_layers = residual_layers
-        self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         self._is_plain = is_plain(config)
 
     def of(
@@ -66,8 +64,6 @@ class ReuseEligibility:
         checks = {
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
-            # documents: heads choose together; logits of policies: each rank has a part of the vocabulary
-            "tensor_parallel": self._num_ranks > 1 and (keeps or isinstance(options.policy, Similar)),
             "unsupported_model": keeps and not self._is_plain,
             "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
             "multimodal": bool(request.mm_features),

@@ -33,6 +33,10 @@ class Hiding:
         state.num_continuable = min(state.num_continuable, first)
         self._rename(hashes, first)
 
+    def hide_again(self, state: RequestState) -> None:
+        """Hide all blocks of a request that was hidden as a whole, and has another prompt since."""
+        self._rename(state.request.block_hashes, 0)
+
     def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
         """Let vLLM find, as the prompt's own, the blocks that it goes on with; what follows them is hidden."""
         hashes, first, stop = state.request.block_hashes, continued.first_block, continued.stop_block

@@ -46,7 +46,7 @@ class Recoveries:
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
         pages = np.array([self._known.pool.held(page) for page in sources], np.int64).reshape(-1, len(tables))
-        rest = state.documents, state.offer.scope, state.adapter
+        rest = state.documents, state.offer.scope, state.adapter, state.kept
         self._jobs.append(Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest))
 
     def cancel(self, state: RequestState) -> None:
@@ -75,11 +75,16 @@ class Recoveries:
         elif outcome.failure is not None:
             self._failed(state, outcome.failure)
         else:
+            if outcome.kept is not None:
+                self._shorter_prompts.settle(state, outcome.kept)
             self._reporting.recovered(state, candidate, outcome)
             if candidate is not None and not state.whole:
                 self._learn(state, candidate, outcome)
 
     def _failed(self, state: RequestState, reason: str) -> None:
+        """The whole prompt is computed; where workers know a shorter one by now there is nothing but to try again."""
+        if state.kept is not None:
+            return
         state.refusal = state.reason = reason
         state.plan = None
         if state.whole:

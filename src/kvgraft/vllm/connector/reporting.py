@@ -57,7 +57,8 @@ class Reporting:
         report = state.report
         report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
         report.stages |= outcome.stages
-        report.kept_tokens, report.counts = outcome.kept_tokens, outcome.counts
+        report.kept_tokens = state.request.num_prompt_tokens if state.whole else None
+        report.counts = outcome.counts
         if state.is_trial:
             return
         if outcome.counts.get("rejected_tokens"):

@@ -41,6 +41,7 @@ class RequestState:
     Attributes:
         request: vLLM's own object.
         whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
+        kept: which tokens of these are kept (`RecoveryResult.kept`), as soon as a recovery has chosen.
         options: what it asked for; a `Control` is an operation on the frozen pool.
         offer: what it leaves behind for others.
         adapter: which it runs under, or None; without a digest its KV is like no other.
@@ -87,6 +88,7 @@ class RequestState:
     load: int | None = None
     whole: tuple[int, ...] = ()
     documents: tuple[range, ...] = ()
+    kept: np.ndarray | None = None
     report: Report = field(default_factory=Report)
 
     @property

@@ -1,5 +1,6 @@
-"""Prompts of which a part is kept: vLLM is given one of as many tokens as will be kept, so that it allocates no more
-blocks."""
+"""Prompts of which a part is kept: vLLM is given one of as many tokens, so that it has no more blocks."""
+
+import numpy as np
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.vllm.compat import set_prompt
@@ -22,7 +23,7 @@ class ShorterPrompts:
         self._known, self._hiding = known, hiding
 
     def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
-        """Let vLLM see as many tokens as the policy keeps, if enough of the prompt is known."""
+        """Let vLLM see as many tokens as the policy keeps at most, if enough of the prompt is known."""
         matches = self._known.documents(state)
         state.documents = tuple(range(match.start, match.start + match.length) for match in matches)
         tokens, lengths = state.token_ids, [match.length for match in matches]
@@ -36,6 +37,18 @@ class ShorterPrompts:
         set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
         self._hiding.hide(state, 0)
         state.offer.rest_on([(0, 1)])
+
+    def settle(self, state: RequestState, kept: np.ndarray) -> None:
+        """A recovery has kept these tokens (`RecoveryResult.kept`): vLLM, which still waits for more, sees as many, and
+        blocks behind them are free. If the request is preempted it keeps the same, since workers know it by now."""
+        request, num_kept = state.request, int(np.unpackbits(kept[0]).sum())
+        num_prompt = len(state.whole) - sum(map(len, state.documents)) + num_kept
+        state.kept = kept
+        if num_prompt < request.num_prompt_tokens:
+            set_prompt(request, list(state.whole[-num_prompt:]))
+            self._hiding.hide_again(state)
+            request.num_computed_tokens = request.num_tokens
+            self._known.groups.trim(state.id, request.num_tokens)
 
     def restore(self, state: RequestState, reason: str) -> None:
         """The request has its whole prompt again and is computed in full."""
