@@ -154,7 +154,7 @@ class Report(PrefillReport):
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         registered_blocks: blocks that later requests can graft from.
         counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
-            them; empty if there were none.
+            them; `promoted_heads`: local ones that saw everything, over all layers. Empty if its policy counts nothing.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
         would_graft_tokens: that a server that only discovers would have grafted, had it been live.
         guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
@@ -194,16 +194,10 @@ def served_policy(text: str) -> Policy:
     """A policy that vLLM can run. One that keeps a part of documents keeps as much as is known beforehand.
 
     Raises:
-        ValueError: an unknown policy or option, or one that works head by head.
+        ValueError: an unknown policy or option.
     """
     policy = parse_policy(text)
-    if isinstance(policy, KeepsDocuments):
-        policy = policy.with_fixed_budget
-    if policy.needs_head_map:
-        raise ValueError(
-            f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
-        )
-    return policy
+    return policy.with_fixed_budget if isinstance(policy, KeepsDocuments) else policy
 
 
 def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:

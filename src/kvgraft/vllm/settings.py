@@ -36,6 +36,8 @@ class KVGraftSettings:
         policy: for requests that name none; `name` or `name:option=value,...`. None: that of the profile, or else
             `spread`.
         profile: file that `kvgraft calibrate` has written for this checkpoint.
+        head_map: file of `kvgraft profile-heads` for this checkpoint, for policies that work head by head; None: that
+            which lies beside the weights, if there is one.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
@@ -68,6 +70,7 @@ class KVGraftSettings:
 
     policy: str | None = None
     profile: str | None = None
+    head_map: str | None = None
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
     continuation: bool = True
@@ -153,7 +156,7 @@ class KVGraftSettings:
                 hint = f"it is called {RENAMED[name]}" if name in RENAMED else f"allowed are {', '.join(known)}"
                 raise ValueError(f"no KVGraft setting {name!r}: {hint}")
         settings = cls(**given)
-        for name in ("policy", "match", "profile"):
+        for name in ("policy", "match", "profile", "head_map"):
             if not isinstance(value := getattr(settings, name), str | None):
                 raise ValueError(f"{name} must be a string, got {value!r}")
         if None not in (settings.policy, settings.profile):
