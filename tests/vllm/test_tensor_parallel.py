@@ -19,6 +19,7 @@ POLICIES = {
     "projected": {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.1},  # scores from queries alone
     "everything": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 1.0},
     "naive": {"policy": "naive"},
+    "by head": {"policy": "redknot:recent_tokens=16,min_ffn_tokens=8"},  # heads of either rank
     "off": {"reuse": "off"},
 }
 Asked = dict[str, dict[str, Any]]  # by policy: tokens, cached, report
@@ -71,7 +72,7 @@ def test_two_ranks_answer_as_one(one_and_two: list[tuple[Asked, Asked]], policy:
 def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
     for _, asked in one_and_two:
         reports = {policy: answer["report"] for policy, answer in asked.items()}
-        for policy in ("sparse", "projected", "everything", "naive"):
+        for policy in ("sparse", "projected", "everything", "naive", "by head"):
             assert reports[policy]["grafted_tokens"] > 0.5 * reports[policy]["prompt_tokens"]
             assert asked[policy]["cached"] == reports[policy]["prefix_tokens"] + reports[policy]["grafted_tokens"]
         assert reports["everything"]["recomputed_tokens"] == reports["everything"]["grafted_tokens"]

@@ -87,6 +87,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 _PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one value: name, type, help
+    ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
     ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
     ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
@@ -154,10 +155,6 @@ def _make_parser() -> FlexibleArgumentParser:
         group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
     group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
     _add_owners(group)
-    group.add_argument(
-        "--kvgraft-head-map",
-        help="What `kvgraft profile-heads` has written, for redknot and head paging; by default beside the weights.",
-    )
     group.add_argument(
         "--kvgraft-head-paging",
         action="store_true",
