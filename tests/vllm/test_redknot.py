@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadClass, HeadMap
+from kvgraft.methods import count_layers
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import POLICIES, RedKnot
-from kvgraft.prefill.policies.redknot import count_layers
 
 DOCUMENTS = [words(10 * BLOCK, 1), words(7 * BLOCK, 2)]
 NUM_KNOWN = sum(map(len, DOCUMENTS))
-PROMPT = words(21, 4) + DOCUMENTS[1] + words(3, 5) + DOCUMENTS[0] + words(17, 6)  # of three chunks of rows
+QUESTION, WINDOW = 17, 24  # tokens; what local heads see
+PROMPT = words(21, 4) + DOCUMENTS[1] + words(3, 5) + DOCUMENTS[0] + words(QUESTION, 6)  # of three chunks of rows
 SMALL = {"recent_tokens": 8, "min_ffn_tokens": 4}
 SEES_ALL = [  # what vLLM, which computes the last token of a prompt itself, computes as the native engine
     SMALL | {"windows": "off"},
@@ -29,7 +30,7 @@ SEES_ALL = [  # what vLLM, which computes the last token of a prompt itself, com
 ]
 SEES_WINDOWS = [
     SMALL,
-    SMALL | {"edge_mass_share": 1.0, "dense_layers": 1},
+    SMALL | {"edge_mass_share": 1.0, "dense_layers": 1, "repair": "off"},
     SMALL | {"reuse": "off", "unit": "block"},
 ]
 NOTHING_LEFT_OUT = {"mass_share": 1.0, "windows": "off", "reuse": "off"}
@@ -120,10 +121,12 @@ def test_leaving_out_nothing_is_exact(reader: Host, plain: HostProcess):
     assert [answers[2].tokens] == plain.tokens(other, max_tokens=60)
 
 
-def test_reused_heads_keep_what_was_grafted(reader: Host, model: Path):
-    """Of tokens that were grafted, in deep layers; all else is computed."""
+@pytest.mark.parametrize("repair", ["on", "off"])
+def test_reused_heads_keep_what_was_grafted(reader: Host, model: Path, repair: str):
+    """Of tokens that were grafted, in deep layers, but for those that the question sees; all else is computed."""
     reader.poison(reader.blocks_with_content())
-    name = reader.add(Ask(PROMPT, asking(SMALL | {"edge_mass_share": 1.0}), max_tokens=2))
+    options = SMALL | {"edge_mass_share": 1.0, "repair": repair}
+    name = reader.add(Ask(PROMPT, asking(options), max_tokens=2))
     reader.step_until(lambda: name in reader.outputs)
     values = reader.read_kv(reader.slots(name)[: len(PROMPT)])[1]  # [L, n, Hkv, d]
     [answer] = reader.finish(name)
@@ -131,6 +134,8 @@ def test_reused_heads_keep_what_was_grafted(reader: Host, model: Path):
     assert len(grafted) == NUM_KNOWN
     is_grafted = torch.zeros(len(PROMPT), dtype=torch.bool)
     is_grafted[grafted] = True
+    if repair == "on":
+        is_grafted[len(PROMPT) - QUESTION - WINDOW + 1 :] = False
     head_map, shallow = HeadMap.load(model / HEAD_MAP_FILE), count_layers(None, RedKnot.dense_share, len(values))
     for layer, of_layer in enumerate(values):
         reused = torch.tensor(head_map.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL)) & (layer >= shallow)

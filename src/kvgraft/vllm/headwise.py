@@ -37,19 +37,19 @@ class HeadwisePrefill(VllmPrefill):
         self._projected: tuple[int, Hidden, Sequence[Tensor]] | None = None  # layer, input, queries, keys and values
         self._layouts: list[AttentionLayout] = []  # of the chunks
 
-    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
         if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
             self._projected = (index, hidden, self._heads_of(index, hidden))
         query, keys, values = self._projected[2]
-        kept = self.plan.grafted[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
+        keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
         for chunk in self._chunks_of(hidden.where):
             with self._timed(self._stage(hidden)):
                 slots = chunk.slots[self._host.group_of[index]]
                 new_keys, new_values = keys[chunk.rows], values[chunk.rows]
                 if any(reused):
-                    keeps, (old_keys, old_values) = kept[chunk.rows].to(slots.device), self._host.read(index, slots)
-                    new_keys = torch.where(keeps, old_keys, new_keys)
-                    new_values = torch.where(keeps, old_values, new_values)
+                    (old_keys, old_values), mine = self._host.read(index, slots), keeps[chunk.rows].to(slots.device)
+                    new_keys = torch.where(mine, old_keys, new_keys)
+                    new_values = torch.where(mine, old_values, new_values)
                 self._host.write(index, new_keys, new_values, slots)
         self._query = (index, hidden.where, query)
 
@@ -92,9 +92,9 @@ class HeadwisePrefill(VllmPrefill):
         """Make counts of this rank's heads those of all; heads that several ranks have count on each."""
         for counts in self.counts:
             names = sorted(counts)  # the same on every rank
-            summed = self._host.agree(torch.tensor([counts[name] for name in names], dtype=torch.int64), "sum")
+            summed = self._host.agree(torch.tensor([float(counts[name]) for name in names]), "sum")
             for name, total in zip(names, summed.tolist(), strict=True):
-                counts[name] = total
+                counts[name] = int(total)
 
     def _heads_of(self, index: int, hidden: Hidden) -> Sequence[Tensor]:
         """Queries [n, Hq, d], keys and values [n, Hkv, d] of these tokens."""
