@@ -2,6 +2,7 @@
 
 segpaged      attention alone, at the shape of Qwen3-32B
 head_paging   the native engine, dense and by head
+in_vllm       the policy in both hosts
 by_head       how the model is trained (`make testbed-by-head`)
 """
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from models import make_model
+from kvgraft.kv.heads import HEAD_MAP_FILE
+from models import make_head_map, make_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
@@ -29,8 +30,10 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3."""
-    return make_model(tmp_path_factory.mktemp("qwen3"), "qwen3", max_position_embeddings=4096)
+    """A tiny random Qwen3, with a head map."""
+    found = make_model(tmp_path_factory.mktemp("qwen3"), "qwen3", max_position_embeddings=4096)
+    make_head_map(found).save(found / HEAD_MAP_FILE)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvgraft.engine.checkpoint import identify
+from kvgraft.kv.heads import HEAD_MAP_FILE, HeadClass, HeadMap
 from models import TINY, make_tokenizer
 
 WINDOW = 64
@@ -102,4 +104,6 @@ def make_family(name: str, directory: Path) -> Path:
         model.get_input_embeddings().weight.data *= 0.1
     model.float().save_pretrained(directory)
     make_tokenizer(settings["vocab_size"]).save_pretrained(directory)
+    heads = (HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL, HeadClass.LOCAL)[: SIZES["num_key_value_heads"]]
+    HeadMap(identify(directory), 3, 24, (heads,) * SIZES["num_hidden_layers"]).save(directory / HEAD_MAP_FILE)
     return directory

@@ -44,6 +44,8 @@ PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4
 SPREAD = {"policy": "spread", "recompute_share": 1.0}
 DEFAULT = {"policy": "spread"}
 RECOMPUTED = {"sparsex": EVERYTHING, "spread": SPREAD}
+BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
+WITH_WINDOWS = {"policy": "redknot:recent_tokens=8,min_ffn_tokens=4"}
 POISON = 3.0
 TIE = 1e-4  # of log-probabilities
 EDITED = [11 if place % 40 == 17 else word for place, word in enumerate(PROMPT)]
@@ -79,6 +81,8 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts |= {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
     facts["naive"] = asdict(grafted(host, NAIVE))
     facts["default"] = asdict(grafted(host, DEFAULT))
+    facts["redknot"] = asdict(grafted(host, BY_HEAD))
+    facts["with windows"] = grafted(host, WITH_WINDOWS).report
     facts["poisoned"] = asdict(grafted(host, NAIVE, poisoned=True))
     facts["elsewhere"] = grafted(host, NAIVE, salt="another").grafted
     facts["documents"] = grafted(host, {"policy": "condense", "kept_share": 0.5}).report

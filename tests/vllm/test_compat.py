@@ -24,7 +24,7 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import WORKER_CLASS, support, transfer_config
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, vllm_version
-from models import make_model
+from models import make_head_map, make_model
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 6
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
@@ -111,6 +111,7 @@ def test_every_family_passes(tmp_path: Path, family: str):
         ({"hf_overrides": {"rope_parameters": YARN | {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
         ({"hf_overrides": {"architectures": ["InternLM3ForCausalLM"]}}, "model class InternLM3ForCausalLM"),
         ({"hf_overrides": {"dual_chunk_attention_config": {"chunk_size": 64}}}, "dual chunk attention"),
+        ({"kv_transfer_config": transfer(head_map="no/map.json")}, "no such file: no/map.json"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"speculative_config": DRAFTS | {"parallel_drafting": True}}, "parallel drafting"),
         ({"speculative_config": DRAFTS | {"use_heterogeneous_vocab": True}}, "a draft model with another vocabulary"),
@@ -121,6 +122,22 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], reaso
     said = refusal(configure(**changes))
     assert said.count(";") == 0, "only this one stands in the way"
     assert re.match(reason, said)
+
+
+def test_redknot_as_the_default_needs_a_head_map(tmp_path: Path):
+    """The bundled model has one; another must be told of one, and its layers be such that they can be taken apart."""
+    settings = {"kv_transfer_config": transfer_config(policy="redknot:mass_share=0.2")}
+    check_supported(configure(**settings), cache_of(spec_of()))
+    without = make_model(tmp_path / "qwen3", "qwen3", max_position_embeddings=512)
+    said = refusal(configure(model=str(without), **settings))
+    assert said.startswith("policy 'redknot' without a head map: run `kvgraft profile-heads MODEL`")
+    make_head_map(without).save(tmp_path / "map.json")
+    given = transfer_config(policy="redknot", head_map=str(tmp_path / "map.json"))
+    check_supported(configure(model=str(without), kv_transfer_config=given), cache_of(spec_of()))
+    assert "the head map was made for model" in refusal(configure(kv_transfer_config=given))
+    windows = {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}
+    slides = make_model(tmp_path / "windows", "qwen3", num_hidden_layers=3, **windows)
+    assert refusal(configure(model=str(slides), **settings)).startswith("policy 'redknot': supported are LlamaFor")
 
 
 def test_drafts_by_layers_of_the_model_itself_are_refused_by_vllm_and_by_us():

@@ -20,7 +20,7 @@ from engines import HAS_KERNELS
 import kvgraft.vllm
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
-from kvgraft.vllm.compat.families import ARCHITECTURES
+from kvgraft.vllm.compat.families import ARCHITECTURES, IN_STEPS
 from kvgraft.vllm.compat.support import vllm_version
 from kvgraft.vllm.connector import KVGraftConnector
 
@@ -116,9 +116,12 @@ HANDED = {
     ("compat/model.py", "", "builder"): BUILDERS,
     ("compat/model.py", "", "self._builders[0]"): BUILDERS,
     ("compat/model.py", "", "self._builders[0].kv_cache_spec"): SPEC,
+    ("compat/head_maps.py", "", "config"): CONFIG,
+    ("compat/head_maps.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat/head_maps.py", "", "model"): MODEL_CONFIG,
+    ("compat/head_maps.py", "", "parallel"): PARALLEL,
     ("compat/turning.py", "", "config"): CONFIG,
     ("compat/turning.py", "", "config.model_config"): MODEL_CONFIG,
-    ("compat/decoder_layers.py", "", "self.attention"): ATTENTION,
     ("compat/model.py", "", "attentions[0]"): ATTENTION,
     ("compat/layer_caches.py", "", "first"): ATTENTION,
     ("compat/layer_caches.py", "", "self.attentions[0]"): ATTENTION,
@@ -480,6 +483,17 @@ def test_decoder_layers_are_what_the_host_runs(architecture: str):
         ast.unparse(n) for m in modules for n in ast.walk(ast.parse(inspect.getsource(m))) if isinstance(n, ast.Call)
     }
     assert "self.attn(q, k, v)" in calls, "ModelHost is shown (query, key, value) by place"
+
+
+@pytest.mark.parametrize("architecture", IN_STEPS)
+def test_layers_can_be_run_in_steps(architecture: str):
+    """What `HeadwisePrefill` does between the steps is what these lines do."""
+    modules = modules_of(architecture)
+    layers = [c for m in modules for n, c in vars(m).items() if n.endswith("DecoderLayer")]
+    forward = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(layers[0].forward))))
+    added = r"hidden_states = self\.self_attn\(.*\)\n *\(?hidden_states, residual\)? = self\.post_attention_layernorm\("
+    assert re.search(added + r"hidden_states, residual\)\n", forward), "the residual stream is not added to as it is"
+    assert any("output, _ = self.o_proj(attn_output)" in inspect.getsource(m) for m in modules)
 
 
 def test_adapters_are_loaded_set_and_removed_where_we_stand():

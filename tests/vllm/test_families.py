@@ -11,7 +11,7 @@ from engines import ENVIRONMENT
 from families import DEEPSEEK, FAMILIES, WINDOWED, make_family
 from family_table import row, table, written
 
-from kvgraft.vllm.compat.families import FLOWS, PLAIN
+from kvgraft.vllm.compat.families import FLOWS, IN_STEPS, PLAIN
 
 pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("family_engine.py")
@@ -88,6 +88,13 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
     assert facts["near_duplicates"]["report"]["grafted_tokens"] > 100
     keeps = facts["architecture"] in PLAIN and family != "Phi-4-mini"
     assert facts["documents"]["outcome"] == ("grafted" if keeps else "off")
+    by_head = facts["redknot"]["report"]
+    if facts["architecture"] in IN_STEPS and family != "Phi-4-mini":
+        assert facts["redknot"]["tokens"] == plain
+        assert by_head["grafted_tokens"] == by_head["recomputed_tokens"] > 480
+        assert facts["with windows"]["grafted_tokens"] > 480
+    else:
+        assert by_head["reason"] == facts["with windows"]["reason"] == "unsupported_model"
     assert facts["stored"] == (len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA))
     flow = facts["flow"]
     if facts["architecture"] in FLOWS:

@@ -16,9 +16,7 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.vllm.compat import support
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.spec import SinkWindowSpec
-from kvgraft.vllm.options import RequestOptions, served_policy
 from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.settings import KVGraftSettings
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32
@@ -159,7 +157,7 @@ def test_an_untested_version_is_refused_unless_it_is_allowed(
         UnsupportedConfiguration, match=r"vLLM 0\.99\.0: supported are 0\.31 .*--kvgraft-allow-untested"
     ):
         check_head_map(config_of(model), str(head_map))
-    allowed = parse([str(model), "--kvgraft-head-map", str(head_map), "--kvgraft-allow-untested"]).additional_config
+    allowed = parse([str(model), "--kvgraft-head-paging", "--kvgraft-allow-untested"]).additional_config
     assert check_head_map(config_of(model, additional_config=allowed), str(head_map)).window == WINDOW
     assert [record.message for record in caplog.records if "0.99.0 is not tested" in record.message]
 
@@ -173,24 +171,19 @@ def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
 
 
 def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_path: Path):
-    args = parse([str(model), "--kvgraft-head-map", str(head_map)])
+    args = parse([str(model), "--kvgraft-head-paging"])
     assert args.hf_overrides == {"architectures": ["KVGraftByHeadQwen3ForCausalLM"]}
     assert args.additional_config == {"kvgraft_head_map": str(head_map)}
     assert (args.no_kvgraft, args.kv_transfer_config) == (True, None)
+    elsewhere = head_map.rename(tmp_path / "map.json")
+    given = [str(model), "--kvgraft-head-paging", "--kvgraft-head-map", str(elsewhere)]
+    assert parse(given).additional_config == {"kvgraft_head_map": str(elsewhere)}
+    with pytest.raises(ValueError, match=f"--kvgraft-head-paging: no head map {head_map}; run `kvgraft profile-heads"):
+        parse(given[:2])
+    elsewhere.rename(head_map)
     for more, message in (
-        (["--kvgraft-policy", "naive"], "--kvgraft-policy does not go with --kvgraft-head-map"),
-        (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-map"),
-        (["--kvgraft-head-map", str(tmp_path / "none.json")], "--kvgraft-head-map: no such file"),
+        (["--kvgraft-policy", "naive"], "--kvgraft-policy does not go with --kvgraft-head-paging"),
+        (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-paging"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse([str(model), "--kvgraft-head-map", str(head_map), *more])
-
-
-def test_redknot_is_the_native_engines():
-    for refused in (
-        lambda: served_policy("redknot:mass_share=0.2"),
-        lambda: KVGraftSettings.parse({"policy": "redknot"}),
-        lambda: RequestOptions.parse({"policy": "redknot"}, RequestOptions(served_policy("naive"))),
-    ):
-        with pytest.raises(ValueError, match="policy 'redknot' works head by head, which vLLM's layers do not"):
-            refused()
+            parse([str(model), "--kvgraft-head-paging", *more])

@@ -35,7 +35,7 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, profile, match, residual_layers, continuation, max_depth",
+            "no KVGraft setting 'polcy': allowed are policy, profile, head_map, match, residual_layers, continuation",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),

@@ -23,6 +23,7 @@ POLICIES = {
     "similar": {"policy": "similar:reused_layers=3,max_kl=0.01"},  # by logits
     "samkv": {"policy": "samkv", "block_tokens": 8, "kept_share": 0.8},  # by queries, keys and a fit over all heads
     "condense": {"policy": "condense"},  # by the most attention in any head
+    "by head": {"policy": "redknot:recent_tokens=16,min_ffn_tokens=8"},  # heads of either rank
     "off": {"reuse": "off"},
 }
 LOGPROBS_TOLERANCE = 1e-4  # ranks that choose differently are a hundred times as far apart

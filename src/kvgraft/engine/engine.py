@@ -130,7 +130,7 @@ class Engine:
         self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
         self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
-        self.head_map = load_head_map(head_map, model_dir, config)
+        self.head_map = load_head_map(head_map, model_dir, config.num_layers, config.num_kv_heads)
         layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
         served = [self.policy, *map(parse_policy, policies)]
         needed, similarity = needs(served, residual_layers, match, config.num_layers)

@@ -117,9 +117,9 @@ class NativePrefill(PagedPrefill):
         with self._timed("select"):
             self._project(index, hidden)
 
-    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
         with self._timed(self._stage(hidden)):
-            self._project(index, hidden, reused)
+            self._project(index, hidden, reused, kept)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
         with self._timed(self._stage(hidden)):
@@ -159,7 +159,9 @@ class NativePrefill(PagedPrefill):
         old_keys, old_values = self._cache.read(index, slots)
         self._cache.write(index, slots, old_keys + keys, old_values + values)
 
-    def _project(self, index: int, hidden: Hidden, reused: Heads = ()) -> tuple[Rows, Tensor]:
+    def _project(
+        self, index: int, hidden: Hidden, reused: Heads = (), kept: Tensor | None = None
+    ) -> tuple[Rows, Tensor]:
         if self._rows is None or not self._rows.where.equal(hidden.where):
             positions = self._rows_of(hidden.where)
             self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map)
@@ -169,11 +171,11 @@ class NativePrefill(PagedPrefill):
             self._cache.write_residual(index, rows.layout.query_slots, hidden.states)
             self.attention_flops += rows.counts * self._decoder.config.project_flops
         query, keys, values = self._projected[2]
-        if any(reused):
-            kept = self._grafted_everywhere[hidden.where][:, None] & torch.tensor(reused)  # [n, Hkv]
+        if kept is not None and any(reused):
+            keeps = (self._grafted_everywhere & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]
             old_keys, old_values = self._cache.read(index, rows.layout.query_slots)
-            kept = kept.to(keys.device)[..., None]
-            keys, values = torch.where(kept, old_keys, keys), torch.where(kept, old_values, values)
+            keeps = keeps.to(keys.device)  # [n, Hkv, 1]
+            keys, values = torch.where(keeps, old_keys, keys), torch.where(keeps, old_values, values)
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
         return rows, query

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.config import ModelConfig
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
 from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
@@ -16,13 +17,19 @@ logger = logging.getLogger("kvgraft")
 MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
 
 
-def load_head_map(given: str | Path | HeadMap | None, model_dir: Path, config: ModelConfig) -> HeadMap | None:
-    """The map that was given, or that lies beside the weights; if that does not fit them, none."""
+def load_head_map(
+    given: str | Path | HeadMap | None, model_dir: Path, num_layers: int, num_kv_heads: int
+) -> HeadMap | None:
+    """The map that was given, or that lies beside the weights; if that does not fit them, none.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none where one was given, or it is of another model.
+    """
     beside = model_dir / HEAD_MAP_FILE
     if given is None and not beside.is_file():
         return None
     head_map = given if isinstance(given, HeadMap) else HeadMap.load(given or beside)
-    check = partial(head_map.check, config.identity, config.num_layers, config.num_kv_heads)
+    check = partial(head_map.check, identify(model_dir), num_layers, num_kv_heads)
     return head_map if _fits(check, beside, given=given is not None) else None
 
 

@@ -39,7 +39,7 @@ class Answer:
         flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
         distances: from `full` along full's own answer, see `along`; over HTTP `along_logprobs`.
-        counts: what was counted, such as `promoted_heads`; over HTTP only `kept_tokens` (of documents).
+        counts: what was counted, such as `promoted_heads` or `kept_tokens` (of documents).
         kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
     """
 
@@ -227,11 +227,12 @@ class HttpHost:
 
 def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
     kept, reason = report.get("kept_tokens"), report["reason"]
+    of_documents = {} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]}
     return Answer(
         text, ttft_s, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
         report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"],
         None if reason in MISSES else reason,
-        counts={} if kept is None else {"kept_tokens": kept - report["fresh_tokens"]}, kl_tokens=MOST_LIKELY,
+        counts=report["counts"] | of_documents, kl_tokens=MOST_LIKELY,
     )  # fmt: skip
 
 

@@ -120,8 +120,8 @@ class Recording(PrefillContext):
     def project(self, index: int, hidden: Hidden) -> None:
         self._inner.project(index, hidden)
 
-    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
-        self._inner.project_heads(index, hidden, reused)
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
+        self._inner.project_heads(index, hidden, reused, kept)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
         return self._inner.attend(index, hidden, local)

@@ -99,8 +99,9 @@ class PrefillContext(ABC):
     def project(self, index: int, hidden: Hidden) -> None:
         """Only the first step of `layer`: compute queries, keys, values of these tokens and store the KV."""
 
-    def project_heads(self, index: int, hidden: Hidden, reused: Heads) -> None:
-        """As `project`, but the KV heads in `reused` keep what was grafted (RedKnot 4.2). Not every host has it."""
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
+        """As `project`, but the KV heads in `reused` keep what was grafted of the tokens in `kept` bool [T] (RedKnot
+        4.2). Not every host has it."""
         raise NotImplementedError("this host has no head-wise recovery")
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:

@@ -85,7 +85,7 @@ class RequestOptions:
         require_choice("quality", quality, QUALITIES)
         check_name("namespace", namespace, may_be_empty=True)
         similar = wants_similar(given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR)
-        base = default.policy if name in (None, default.policy.name) else served_policy(str(name))
+        base = default.policy if name in (None, default.policy.name) else parse_policy(str(name))
         options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
         policy = _changed(base, options)
         shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
@@ -152,7 +152,7 @@ class Report(PrefillReport):
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         registered_blocks: blocks that later requests can graft from.
         counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
-            them; empty if there were none.
+            them; `promoted_heads`: local ones that saw everything, over all layers. Empty if its policy counts nothing.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
         would_graft_tokens: that a server that only discovers would have grafted, had it been live.
         guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
@@ -186,20 +186,6 @@ def namespace_label(cache_salt: str) -> str:
 def frozen_namespace(cache_salt: str, adapter: str) -> str:
     """Where text is frozen that a namespace reads under the adapter of this name; empty: under none."""
     return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
-
-
-def served_policy(text: str) -> Policy:
-    """A policy that vLLM can run.
-
-    Raises:
-        ValueError: an unknown policy or option, or one that works head by head.
-    """
-    policy = parse_policy(text)
-    if policy.needs_head_map:
-        raise ValueError(
-            f"policy {policy.name!r} works head by head, which vLLM's layers do not: only the engine runs it"
-        )
-    return policy
 
 
 def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:

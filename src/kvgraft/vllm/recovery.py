@@ -11,6 +11,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from kvgraft.kv.cache import slots_of
+from kvgraft.kv.heads import HeadMap
 from kvgraft.prefill.context import Hidden, Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
@@ -18,6 +19,7 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.ranks import all_succeeded
+from kvgraft.vllm.headwise import HeadwisePrefill
 from kvgraft.vllm.layers import VllmLayers
 from kvgraft.vllm.prefill import VllmPrefill
 
@@ -73,9 +75,9 @@ class RecoveryBatch:
     """Jobs of one policy and one adapter, recovered together. Runs in a greenlet of its own, so that a policy can be
     paused anywhere without knowing of it: same thread, same tensors, no locks."""
 
-    def __init__(self, host: ModelHost, library: Library, jobs: list[Job]) -> None:
+    def __init__(self, host: ModelHost, library: Library, head_map: HeadMap | None, jobs: list[Job]) -> None:
         self.jobs = jobs
-        self._library = library
+        self._library, self._head_map = library, head_map
         self.outcomes: dict[str, RecoveryResult] | None = None
         self._host = host
         self._budget = 0
@@ -142,9 +144,15 @@ class RecoveryBatch:
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
-        ctx = VllmPrefill(self._host, plan, tokens, tables, source_pages, self._spend)
-        hidden = self.jobs[0].policy.recover(ctx)
+        given, policy = (self._host, plan, tokens, tables, source_pages, self._spend), self.jobs[0].policy
+        if self._head_map is not None and policy.needs_head_map:
+            ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
+        else:
+            ctx = VllmPrefill(*given)
+        hidden = policy.recover(ctx)
         ctx.draft(hidden)
+        if isinstance(ctx, HeadwisePrefill):
+            ctx.sum_counts()
         finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
         return {
             job.request_id: self._outcome(ctx, hidden, number, ok)
@@ -175,10 +183,13 @@ class RecoveryQueue:
         max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is a batch of its
             own); this bounds the memory of a recovery.
         library: documents that were read on their own.
+        head_map: of the KV heads of this rank, if it is known.
     """
 
-    def __init__(self, host: ModelHost, max_batch_tokens: int, library: Library) -> None:
-        self._host = host
+    def __init__(
+        self, host: ModelHost, max_batch_tokens: int, library: Library, head_map: HeadMap | None = None
+    ) -> None:
+        self._host, self._head_map = host, head_map
         self.library = library
         self._max_batch_tokens = max_batch_tokens
         self._batches: deque[RecoveryBatch] = deque()
@@ -186,16 +197,18 @@ class RecoveryQueue:
 
     def add(self, jobs: list[Job]) -> None:
         """Queue jobs; neighbours of one policy and one adapter share a batch."""
-        batch: list[Job] = []
+        batches: list[list[Job]] = []
         for job in jobs:
-            total = sum(len(other.token_ids) for other in [*batch, job])
-            is_other = batch and (job.policy, job.adapter) != (batch[0].policy, batch[0].adapter)
-            if is_other or (batch and total > self._max_batch_tokens):
-                self._batches.append(RecoveryBatch(self._host, self.library, batch))
-                batch = []
-            batch.append(job)
-        if batch:
-            self._batches.append(RecoveryBatch(self._host, self.library, batch))
+            if batches and self._share(batches[-1], job):
+                batches[-1].append(job)
+            else:
+                batches.append([job])
+        self._batches += [RecoveryBatch(self._host, self.library, self._head_map, batch) for batch in batches]
+
+    def _share(self, batch: list[Job], job: Job) -> bool:
+        """Whether a job can be recovered together with these. Heads are promoted by what one prompt needs."""
+        alike = (job.policy, job.adapter) == (batch[0].policy, batch[0].adapter) and not job.policy.needs_head_map
+        return alike and sum(len(other.token_ids) for other in [*batch, job]) <= self._max_batch_tokens
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""

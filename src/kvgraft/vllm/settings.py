@@ -8,13 +8,13 @@ from typing import Any
 from kvgraft.guard.target import Target
 from kvgraft.methods import require_amount, require_at_least, require_choice, require_share
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
-from kvgraft.prefill.policies import DEFAULT_POLICY
+from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.profile import PolicyProfile
 from kvgraft.reuse.cost import EXACT_VALUE
 from kvgraft.reuse.index import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
-from kvgraft.vllm.options import RequestOptions, served_policy
+from kvgraft.vllm.options import RequestOptions
 
 RENAMED = {  # settings by the names that they had
     "exits": "residual_layers", "approximate_sources": "max_depth", "min_graft_tokens": "exact_value",
@@ -36,6 +36,8 @@ class KVGraftSettings:
         policy: for requests that name none; `name` or `name:option=value,...`. None: that of the profile, or else
             `spread`.
         profile: file that `kvgraft calibrate` has written for this checkpoint.
+        head_map: file of `kvgraft profile-heads` for this checkpoint, for policies that work head by head; None: that
+            which lies beside the weights, if there is one.
         match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
             `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
@@ -68,6 +70,7 @@ class KVGraftSettings:
 
     policy: str | None = None
     profile: str | None = None
+    head_map: str | None = None
     match: str | None = None
     residual_layers: tuple[int, ...] = ()
     continuation: bool = True
@@ -97,7 +100,7 @@ class KVGraftSettings:
         """What requests get that say nothing."""
         name = self.policy_profile.name if self.policy_profile else None
         return RequestOptions(
-            served_policy(self.default_policy), match_similar=self.similarity is not None, profile=name
+            parse_policy(self.default_policy), match_similar=self.similarity is not None, profile=name
         )
 
     @property
@@ -114,7 +117,7 @@ class KVGraftSettings:
     @property
     def similarity(self) -> Similarity | None:
         """What counts as a near-duplicate; None: nothing does."""
-        return parse_match(self.match or served_policy(self.default_policy).match)
+        return parse_match(self.match or parse_policy(self.default_policy).match)
 
     @property
     def target(self) -> Target | None:
@@ -153,12 +156,12 @@ class KVGraftSettings:
                 hint = f"it is called {RENAMED[name]}" if name in RENAMED else f"allowed are {', '.join(known)}"
                 raise ValueError(f"no KVGraft setting {name!r}: {hint}")
         settings = cls(**given)
-        for name in ("policy", "match", "profile"):
+        for name in ("policy", "match", "profile", "head_map"):
             if not isinstance(value := getattr(settings, name), str | None):
                 raise ValueError(f"{name} must be a string, got {value!r}")
         if None not in (settings.policy, settings.profile):
             raise ValueError(f"give either a policy or a profile, got {settings.policy} and {settings.profile}")
-        served_policy(settings.default_policy)
+        parse_policy(settings.default_policy)
         _ = settings.similarity
         if not isinstance(settings.residual_layers, list | tuple):
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")

@@ -59,6 +59,7 @@ def words(value: Any) -> Any:
 def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
     settings = {
         "policy": "sparsex:recompute_share=0.2",
+        "head_map": str(tmp_path / "heads.json"),
         "match": "similar:tau=0.5",
         "residual_layers": [2, 3],
         "continuation": False,

@@ -28,9 +28,9 @@ class RedKnot(SelectsByAttention):
 
     Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and SegPagedAttention",
     2026, Algorithm 1. Shallow layers compute everything anew, local heads over sinks and window. Deep layers compute
-    global heads anew, over everything, and reuse the aligned KV of the others; their FFN runs on fresh and recent
-    tokens and on those that receive most attention. Each part can be switched off: `windows`, `reuse`,
-    `mass_share=1.0`.
+    global heads anew, over everything, and reuse the aligned KV of the others, but for the sinks and windows of the
+    tokens that ask; their FFN runs on fresh and recent tokens and on those that receive most attention. Each part can
+    be switched off: `windows`, `reuse`, `repair`, `mass_share=1.0`.
 
     Raises:
         ValueError: an option outside its range.
@@ -51,6 +51,7 @@ class RedKnot(SelectsByAttention):
     edge_mass_share: float = 0.2  # of local attention, on the oldest quarter of the window; above it a head sees all
     windows: Switch = "on"  # off: local heads see everything
     reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
+    repair: Switch = "on"  # off: the KV of reused heads stays as it was grafted, also where the question sees it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +61,7 @@ class RedKnot(SelectsByAttention):
                 require_share(option, getattr(self, option))
         for option in ("recent_tokens", "min_ffn_tokens"):
             require_at_least(option, getattr(self, option), 0)
-        for option in ("windows", "reuse"):
+        for option in ("windows", "reuse", "repair"):
             require_choice(option, getattr(self, option), get_args(Switch))
 
     def recover(self, ctx: PrefillContext) -> Hidden:
@@ -83,7 +84,10 @@ class RedKnot(SelectsByAttention):
         reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
         if self.reuse == "off" or not reuses:
             reused = (False,) * len(reused)
-        ctx.project_heads(index, hidden, reused)
+        kept = ctx.plan.grafted
+        if self.repair == "on":
+            kept = kept & ~self._near(ctx, head_map)
+        ctx.project_heads(index, hidden, reused, kept)
         if self.windows == "off":
             return (False,) * len(local)
         promotes = self.edge_mass_share < 1.0 and not ctx.head_paging
@@ -92,15 +96,14 @@ class RedKnot(SelectsByAttention):
         for counts in ctx.counts:  # prompts of one batch promote together
             counts["promoted_heads"] += sum(promoted)
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
-            ctx.project_heads(index, hidden, _without(reused, promoted))
+            ctx.project_heads(index, hidden, _without(reused, promoted), kept)
         return _without(local, promoted)
 
     def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:
         """Of every KV head: the share of its local attention that the oldest quarter of the window receives."""
         plan, sinks, window = ctx.plan, head_map.sinks, head_map.window
-        asking = self.asking(plan)
+        asking, near = self.asking(plan), self._near(ctx, head_map)
         at = plan.positions[asking][:, None]  # [n, 1]
-        near = (plan.positions < sinks) | (plan.positions > at.min() - window)
         here = plan.positions[near]  # [m]
         query, keys = ctx.query()[asking[plan.active]].float(), ctx.keys(index, near).float()
         grouped = query.unflatten(1, (keys.shape[1], -1))  # [n, Hkv, G, d]
@@ -110,6 +113,12 @@ class RedKnot(SelectsByAttention):
         edge = visible & (here >= sinks) & (here <= at - int((1 - EDGE) * window))
         shares: list[float] = (weights * edge).sum(-1).mean((1, 2)).tolist()
         return shares
+
+    def _near(self, ctx: PrefillContext, head_map: HeadMap) -> Tensor:
+        """bool [T]: the sinks and the windows of the tokens that ask."""
+        positions = ctx.plan.positions
+        first = int(positions[self.asking(ctx.plan)].min())
+        return (positions < head_map.sinks) | (positions > first - head_map.window)
 
     def _important(self, ctx: PrefillContext, index: int, shallow: int) -> Tensor:
         """bool [T]: whose FFN runs at a layer."""

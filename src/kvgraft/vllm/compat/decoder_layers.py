@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ class DecoderLayer:
     that vLLM runs through transformers). Here every layer has both; with one sum the residual is zero.
 
     Attributes:
-        attention: vLLM's attention layer in it, which knows its part of the cache.
+        attention: vLLM's attention layer in it, which knows its part of the cache; `block`: what projects to it and
+            from it.
         rotary: what rotates its queries and keys; None if nothing does.
 
     Raises:
@@ -31,6 +32,7 @@ class DecoderLayer:
             raise ValueError(f"{type(module).__name__} has {len(found)} attention layers: only one is supported")
         self.module = module
         self.attention: Any = found[0]
+        self.block: Any = next(child for child in module.children() if found[0] in child.modules())
         self.rotary: Any = next((part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")), None)
         self._signature = inspect.signature(module.forward)
         self.keeps_residual = "residual" in self._signature.parameters
@@ -50,14 +52,27 @@ class DecoderLayer:
         residual = arguments.get("residual")
         return hidden if residual is None else hidden + residual
 
-    @contextmanager
-    def attending(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+    def project_output(self, attended: Tensor) -> Tensor:
+        """What the attention [n, Hq d] adds to the residual stream [n, D]; of the families in `IN_STEPS`."""
+        output: Tensor = self.block.o_proj(attended)[0]
+        return output
+
+    def attending(self, forward: Callable[..., Tensor]) -> AbstractContextManager[None]:
         """Have this in the place of the attention layer's own `forward`, which it may call."""
-        self.attention.forward = forward  # of this module object alone, and no compiled graph has it
-        try:
-            yield
-        finally:
-            del self.attention.forward
+        return _with_forward(self.attention, forward)
+
+    def after_attention(self, output: Tensor) -> AbstractContextManager[None]:
+        """Have the layer take this [n, D] for what its attention adds, and project nothing."""
+        return _with_forward(self.block, lambda *_, **__: output)
+
+
+@contextmanager
+def _with_forward(module: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
+    module.forward = forward  # of this module object alone, and no compiled graph has it
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 class TransformersLayer(DecoderLayer):

@@ -15,6 +15,7 @@ PLAIN = (  # attention to the whole prompt, every channel of a head turning: wha
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
 )
+IN_STEPS = PLAIN[:8]  # whose layers add their attention to the residual stream as it is: what `redknot` takes apart
 BY_HEAD_ARCHITECTURES = PLAIN[:4]  # whose KV heads can be attention layers of their own (`vllm/heads`)
 ONLY_WITHOUT_ROTARY_KERNEL = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # on CPUs
 ARCHITECTURES = (

@@ -179,16 +179,34 @@ class ModelHost(LayerCaches):
 
     def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
-        seen: list[Tensor] = []
+        query, key, value = self.heads_of(index, slots, positions, hidden, residual)
+        self._update(index, key, value, slots)
+        return query
+
+    def heads_of(
+        self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, of which nothing is written."""
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self._update(index, key, value, slots)
-            seen.append(query)
+            seen.append((query, key, value))
             raise _Stop
 
         with self._context(index, slots), self._watch(index, stop), suppress(_Stop):
             self.layers[index](positions, hidden, residual)
         return seen[0]
+
+    def add_attention(self, index: int, attended: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention [n, Hq, d] and what entered the layer [n, D] -> hidden state and residual behind it [n, D]."""
+        self.adapters.map_rows(len(attended))
+        return self.layers[index].project_output(attended.flatten(1)), hidden + residual
+
+    def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The rest of a layer, from what `add_attention` has returned."""
+        layer = self.layers[index]
+        with self._context(index, torch.full_like(positions, NO_SLOT)), layer.after_attention(hidden):
+            return layer(positions, torch.zeros_like(hidden), residual)
 
     def run_around(
         self,

@@ -17,11 +17,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvgraft.engine.checkpoint import identify
+from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.heads import HeadMap
 from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
 from kvgraft.vllm.compat.cache_dtype import FP8, cache_dtype_reasons
 from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
-from kvgraft.vllm.compat.families import ARCHITECTURES, ONLY_WITHOUT_ROTARY_KERNEL
+from kvgraft.vllm.compat.families import ARCHITECTURES, IN_STEPS, ONLY_WITHOUT_ROTARY_KERNEL
+from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.compat.turning import check_rope
 from kvgraft.vllm.groups import is_full
 from kvgraft.vllm.settings import KVGraftSettings
@@ -62,6 +64,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         *_residual_reasons(config),
         *_store_reasons(config),
         *_profile_reasons(config),
+        *_head_map_reasons(config),
     ]
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
@@ -204,6 +207,20 @@ def _profile_reasons(config: VllmConfig) -> Iterator[str]:
         profile.check_model(identify(config.model_config.model))
     except (FileNotFoundError, ValueError) as error:
         yield str(error)
+
+
+def _head_map_reasons(config: VllmConfig) -> Iterator[str]:
+    policy = KVGraftSettings.of(config).default.policy
+    try:
+        head_map = find_head_map(config)
+    except (FileNotFoundError, ValueError) as error:
+        yield str(error)
+        return
+    if policy.needs_head_map and not works_by_head(config):
+        known = ", ".join(IN_STEPS)
+        yield f"policy {policy.name!r}: supported are {known}, if every layer sees the whole prompt"
+    elif policy.needs_head_map and head_map is None:
+        yield f"policy {policy.name!r} without a head map: {MAKE_MAP}, or give --kvgraft-head-map"
 
 
 def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat.families import is_plain
 from kvgraft.vllm.compat.given_answers import check_answer
+from kvgraft.vllm.compat.head_maps import works_by_head
 from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 
@@ -23,14 +24,18 @@ class ReuseEligibility:
         default: what those get that say nothing.
         config: vLLM's.
         residual_layers: layers of which the residual stream is kept.
+        has_head_map: whether the classes of the model's KV heads are known.
     """
 
-    def __init__(self, default: RequestOptions, config: VllmConfig, residual_layers: Set[int]) -> None:
+    def __init__(
+        self, default: RequestOptions, config: VllmConfig, residual_layers: Set[int], *, has_head_map: bool
+    ) -> None:
         self._default = default
         self._config = config
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._residual_layers = residual_layers
-        self._is_plain = is_plain(config)
+        self._is_plain, self._works_by_head = is_plain(config), works_by_head(config)
+        self._has_head_map = has_head_map
 
     def of(
         self, request: Any, *, weights_known: bool = True
@@ -59,12 +64,14 @@ class ReuseEligibility:
 
     def _refusal(self, request: Any, options: RequestOptions) -> str | None:
         """Why a request must not graft, or None."""
-        keeps, sampling = isinstance(options.policy, KeepsDocuments), request.sampling_params
+        keeps, by_head = isinstance(options.policy, KeepsDocuments), options.policy.needs_head_map
+        sampling = request.sampling_params
         penalty = 1.0 if sampling is None else sampling.repetition_penalty
         checks = {
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
-            "unsupported_model": keeps and not self._is_plain,
+            "unsupported_model": (keeps and not self._is_plain) or (by_head and not self._works_by_head),
+            "no_head_map": by_head and not self._has_head_map,
             "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
             "multimodal": bool(request.mm_features),
             "prompt_embeds": request.prompt_embeds is not None,

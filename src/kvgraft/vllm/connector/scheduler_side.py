@@ -19,6 +19,7 @@ from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
+from kvgraft.vllm.compat.head_maps import find_head_map
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.adapters import RequestAdapters
 from kvgraft.vllm.connector.continuing import Continuing
@@ -70,7 +71,9 @@ class SchedulerSide:
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
         residual_layers = self.settings.kept_residual_layers(self._num_layers)
-        self._eligibility = ReuseEligibility(self.settings.default, config, residual_layers)
+        self._eligibility = ReuseEligibility(
+            self.settings.default, config, residual_layers, has_head_map=find_head_map(config) is not None
+        )
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""

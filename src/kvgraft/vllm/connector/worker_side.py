@@ -9,6 +9,7 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.library import Library
+from kvgraft.vllm.compat.head_maps import find_head_map, map_of_rank
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
@@ -38,7 +39,9 @@ class WorkerSide:
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
         host = self._host = ModelHost(runner, settings.kept_residual_layers(num_layers))
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
-        self._queue = RecoveryQueue(host, limit, library)
+        head_map, rank = find_head_map(self._config), self._config.parallel_config.rank
+        own_map = None if head_map is None else map_of_rank(head_map, self._config, rank)
+        self._queue = RecoveryQueue(host, limit, library, own_map)
         if settings.given_costs is None:
             self._costs = measure_costs(host, self._config.model_config.max_model_len)
         if settings.store is not None:

@@ -14,7 +14,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvgraft.decode.flows import parse_flow
 from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.config import load_config
-from kvgraft.engine.profiles import load_policy_profile
+from kvgraft.engine.profiles import MAKE_MAP, load_policy_profile
+from kvgraft.kv.heads import HEAD_MAP_FILE
 from kvgraft.models import KNOWN, find_model, is_name
 from kvgraft.prefill.profile import POLICY_FILE
 from kvgraft.testbed import MODEL_DIR
@@ -59,8 +60,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
     elif is_name(args.model):
         _serve_by_name(args)
-    if args.kvgraft_head_map is not None:
-        _refuse(_flags_beside_head_map(args))
+    if args.kvgraft_head_paging:
+        _refuse(_flags_beside_head_paging(args))
         _keep_heads_by_class(args)
         return args
     if args.kvgraft_flow is not None:
@@ -86,6 +87,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 _PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one value: name, type, help
+    ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
     ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
     ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
@@ -154,8 +156,10 @@ def _make_parser() -> FlexibleArgumentParser:
     group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
     _add_owners(group)
     group.add_argument(
-        "--kvgraft-head-map",
-        help="Instead of reuse: keep only sinks and windows of the heads that this map calls local (profile-heads).",
+        "--kvgraft-head-paging",
+        action="store_true",
+        default=None,
+        help="Instead of reuse: keep only sinks and windows of the heads that the head map calls local.",
     )
     group.add_argument(
         "--flow",
@@ -273,24 +277,28 @@ def _keep_heads_by_class(args: Namespace) -> None:
     architecture = load_config(args.model).architecture
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
-        raise ValueError(f"--kvgraft-head-map: model class {architecture}: supported are {known}")
+        raise ValueError(f"--kvgraft-head-paging: model class {architecture}: supported are {known}")
     args.no_kvgraft = True  # no connector, no middleware: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
-    args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(Path(args.kvgraft_head_map).absolute())}
+    args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(_head_map(args).absolute())}
     if args.kvgraft_allow_untested:
         args.additional_config[ALLOW_UNTESTED] = True
 
 
-def _flags_beside_head_map(args: Namespace) -> Iterator[str]:
+def _head_map(args: Namespace) -> Path:
+    return Path(args.kvgraft_head_map or Path(args.model) / HEAD_MAP_FILE)
+
+
+def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
     for name in _own_flags(args):
-        if name not in (f"{_PREFIX}head_map", ALLOW_UNTESTED):
-            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-map: grafts need one list of pages"
+        if name not in (f"{_PREFIX}head_map", f"{_PREFIX}head_paging", ALLOW_UNTESTED):
+            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: grafts need one list of pages"
     if args.kv_transfer_config is not None:
-        yield "--kv-transfer-config does not go with --kvgraft-head-map: connectors need one list of pages"
+        yield "--kv-transfer-config does not go with --kvgraft-head-paging: connectors need one list of pages"
     if args.hf_overrides:
-        yield "--hf-overrides does not go with --kvgraft-head-map, which names the model class"
-    if not Path(args.kvgraft_head_map).is_file():
-        yield f"--kvgraft-head-map: no such file: {args.kvgraft_head_map}"
+        yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"
+    if not _head_map(args).is_file():
+        yield f"--kvgraft-head-paging: no head map {_head_map(args)}; {MAKE_MAP}, or give --kvgraft-head-map"
 
 
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:

@@ -1,0 +1,114 @@
+"""Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.dispatch import segpaged_attention
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kv.heads import HeadMap
+from kvgraft.prefill.context import Heads, Hidden
+from kvgraft.vllm.layers import entering
+from kvgraft.vllm.prefill import PrefillChunk, VllmPrefill
+
+PROJECT, ATTEND, FEED = 4, 4, 2  # the steps of a layer do a quarter, a quarter and half of its work
+
+
+class HeadwisePrefill(VllmPrefill):
+    """One recovery of one prompt, head by head (RedKnot 4.2).
+
+    The attention reads a copy of a layer's keys and values, since no stock kernel lets some heads see sinks and window
+    only. Beside what `VllmPrefill` holds a token takes 4 Hkv d numbers: keys and values as computed, and as copied.
+
+    Args:
+        head_map: of the KV heads of this rank.
+        given: as `VllmPrefill` takes them.
+    """
+
+    head_map: HeadMap
+
+    def __init__(self, head_map: HeadMap, *given: Any) -> None:
+        super().__init__(*given)
+        if len(self.plan.lengths) != 1:
+            raise ValueError(f"{len(self.plan.lengths)} prompts: heads choose for one")
+        self.head_map = head_map
+        self._projected: tuple[int, Hidden, Sequence[Tensor]] | None = None  # layer, input, queries, keys and values
+        self._layouts: list[AttentionLayout] = []  # of the chunks
+
+    def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
+        if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
+            self._projected = (index, hidden, self._heads_of(index, hidden))
+        query, keys, values = self._projected[2]
+        keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
+        for chunk in self._chunks_of(hidden.where):
+            with self._timed(self._stage(hidden)):
+                slots = chunk.slots[self._host.group_of[index]]
+                new_keys, new_values = keys[chunk.rows], values[chunk.rows]
+                if any(reused):
+                    (old_keys, old_values), mine = self._host.read(index, slots), keeps[chunk.rows].to(slots.device)
+                    new_keys = torch.where(mine, old_keys, new_keys)
+                    new_values = torch.where(mine, old_values, new_values)
+                self._host.write(index, new_keys, new_values, slots)
+        self._query = (index, hidden.where, query)
+
+    def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
+        computed_at, where, query = self._last_query()
+        if computed_at != index or not where.equal(hidden.where):
+            raise ValueError(f"layer {index} has no projection of these tokens")
+        stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
+        heads = LayerHeads(tuple(range(count)), (0,) * count, local)
+        with self._timed(stage):
+            [slots] = self._slots_at(index)
+            copied = self._host.read(index, slots[: self.plan.num_tokens])
+            keys, values = (rows.transpose(0, 1).contiguous() for rows in copied)  # [Hkv, T, d]
+        for chunk, layout in zip(self._chunks_of(hidden.where), self._layouts, strict=True):
+            self._spend(chunk.positions.numel() // ATTEND)
+            with self._timed(stage):
+                attended = segpaged_attention(query[chunk.rows], keys, values, heads, layout, self._scale)
+                after = self._host.add_attention(index, attended, *hidden.states[chunk.rows].unbind(1))
+                states[chunk.rows] = torch.stack(after, dim=1)
+        self.computed += self._counts
+        return hidden.with_states(states)
+
+    def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
+        stage, part = self._stage(hidden), hidden.only(where).states
+        positions = self.plan.positions[where].to(part.device)
+        states, fed = hidden.states.clone(), torch.empty_like(part)
+        for first in range(0, len(part), self._host.max_rows):
+            rows = slice(first, first + self._host.max_rows)
+            self._spend(len(part[rows]) // FEED)
+            with self._timed(stage):
+                before = (half.contiguous() for half in part[rows].unbind(1))
+                fed[rows] = torch.stack(self._host.feed_forward(index, positions[rows], *before), dim=1)
+        states[where[hidden.where]] = fed
+        after_layer = hidden.with_states(states)
+        if index == self.num_layers - 1:
+            self._enter(self.num_layers, after_layer)
+        return after_layer
+
+    def sum_counts(self) -> None:
+        """Make counts of this rank's heads those of all; heads that several ranks have count on each."""
+        for counts in self.counts:
+            names = sorted(counts)  # the same on every rank
+            summed = self._host.agree(torch.tensor([float(counts[name]) for name in names]), "sum")
+            for name, total in zip(names, summed.tolist(), strict=True):
+                counts[name] = int(total)
+
+    def _heads_of(self, index: int, hidden: Hidden) -> Sequence[Tensor]:
+        """Queries [n, Hq, d], keys and values [n, Hkv, d] of these tokens."""
+        self._enter(index, hidden)
+        parts = []
+        for chunk in self._chunks_of(hidden.where):
+            self._spend(chunk.positions.numel() // PROJECT)
+            with self._timed(self._stage(hidden)):
+                before, slots = entering(index, hidden.states[chunk.rows]), chunk.slots[self._host.group_of[index]]
+                parts.append(self._host.heads_of(index, slots, chunk.positions, *before))
+        return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+
+    def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
+        chunks, sees = super()._cut(positions), (self.head_map.sinks, self.head_map.window)
+        places = torch.arange(self.plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
+        self._layouts = [AttentionLayout.of([positions[0][chunk.rows]], [places], *sees) for chunk in chunks]
+        return chunks
