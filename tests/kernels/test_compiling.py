@@ -69,7 +69,7 @@ compile_only()
     [
         (ALIGN, {"_align_copy"}),
         (TOPK, {"_radix"}),
-        pytest.param(ATTENTION, {"_segpaged", "_sparse"}, marks=pytest.mark.slow),
+        pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join"}, marks=pytest.mark.slow),
         pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
     ],
     ids=["align", "topk", "attention", "flows"],
