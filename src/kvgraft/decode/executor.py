@@ -58,11 +58,6 @@ class HeadPages:
         return self.by_block[rows // heads, rows % heads]
 
 
-def by_block(paged: Paged) -> Tensor:
-    """[blocks, Hkv, b, d], which kernels read; of a plain tensor every row is a block of one head."""
-    return paged.by_block if isinstance(paged, HeadPages) else cast(Tensor, paged)[:, None]
-
-
 Pool = Mapping[str, Any]  # by name: k and v as `Paged`, the flow's own caches as tensors [rows, ...]
 
 
@@ -146,8 +141,8 @@ class _Run:
         for value in source.outputs:
             self.made[value] = self._new(value)
             tensors.append(self.made[value])
-        blocks, heads = (self._batch.rows, self._batch.work), by_block(self._pool["k"]).shape[1]
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, heads)
+        blocks = (self._batch.rows, self._batch.work)
+        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, _heads_of(source, tensors))
 
     def special(self, value: Value) -> None:
         """A value that looks across blocks; those that are not there hold what it passes by."""
@@ -242,8 +237,16 @@ class _Run:
 
 
 def _of_pool(pool: Pool, value: Value) -> Tensor:
-    """A cache, as generated kernels read it."""
-    return by_block(pool[value.name]) if is_of_model(value) else pool[value.name]
+    """A cache, as generated kernels read it: of plain keys or values every row is a block of one head."""
+    found = pool[value.name]
+    if isinstance(found, HeadPages):
+        return found.by_block
+    return cast(Tensor, found[:, None] if is_of_model(value) else found)
+
+
+def _heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
+    """Hkv of the keys and values that a kernel reads, if any."""
+    return next((x.shape[1] for value, x in zip(source.inputs, tensors, strict=False) if is_of_model(value)), 1)
 
 
 def _cut(x: Tensor, value: Value, blocks: slice) -> Tensor:
@@ -273,7 +276,7 @@ def fill(program: Program, pool: Pool, rows: Tensor, *, implementation: str | No
         tensors = [_of_pool(pool, value) for value in source.inputs]
         tensors += [pool[name].view(-1, *value.shape[2:]) for name, value in program.stores.items()]
         blocks = (rows[None], Lengths(torch.full((1,), rows.numel(), device=rows.device)))
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, by_block(pool["k"]).shape[1])
+        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, _heads_of(source, tensors))
         return
     entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
