@@ -43,6 +43,7 @@ POPULATION = 12  # of the best, that have children
 GENERATION = 6  # candidates that are judged together
 RANDOM_SHARE = 0.25  # of new candidates, after the first population
 CANDIDATES = "candidates"
+FOUND = "found.json"
 
 # what a block is scored by: lines of forward_cache, caches, and the score by each query head, [1, B, g]
 BASES = {
@@ -272,6 +273,7 @@ def main(
             engine, out, candidates=candidates, seconds=60 * minutes if minutes is not None else math.inf, seed=seed,
             length=length, on_generation=lambda judged: on_progress(len(judged) - 1, candidates),
         )  # fmt: skip
+    (out / FOUND).write_text(judging.as_json(found))
     best = [one.flow for one in found if one.flow != DENSE and len(one.passed) == len(found[0].passed)]
     spread = diversity([one.flow for one in found], block)
     if as_json:
@@ -281,7 +283,7 @@ def main(
     console.print(
         f"{len(found) - 1} candidates, {len(best)} passed all stages; mean structural distance of all {spread:.2f}"
     )
-    console.print(f"[dim]{out}: {CANDIDATES}/, {judging.ROWS}[/dim]", soft_wrap=True)
+    console.print(f"[dim]{out}: {CANDIDATES}/, {judging.ROWS}, {FOUND}[/dim]", soft_wrap=True)
 
 
 if __name__ == "__main__":

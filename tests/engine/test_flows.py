@@ -80,10 +80,10 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
     seen = []
     from kvgraft.decode import indexer
 
-    def spy(query, keys, values, tables, lengths, scale):  # type: ignore[no-untyped-def]
+    def spy(query, keys, values, tables, lengths, *rest):  # type: ignore[no-untyped-def]
         [sequence] = engine.scheduler.running
         seen.append((query, keys, tables, lengths, torch.from_numpy(sequence.pages.pages[0])))
-        return indexer_attention(query, keys, values, tables, lengths, scale)
+        return indexer_attention(query, keys, values, tables, lengths, *rest)
 
     indexer_attention = indexer.block_sparse_attention
     monkeypatch.setattr(indexer, "block_sparse_attention", spy)

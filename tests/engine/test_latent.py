@@ -54,10 +54,10 @@ def test_flows_see_the_fused_latent_or_its_content_alone(
     seen = []
     attention = indexer.block_sparse_attention
 
-    def spy(query, keys, values, tables, lengths, scale):  # type: ignore[no-untyped-def]
+    def spy(query, keys, values, tables, lengths, *rest):  # type: ignore[no-untyped-def]
         [sequence] = engine.scheduler.running
         seen.append((query, keys, tables, torch.from_numpy(sequence.pages.pages[0])))
-        return attention(query, keys, values, tables, lengths, scale)
+        return attention(query, keys, values, tables, lengths, *rest)
 
     monkeypatch.setattr(indexer, "block_sparse_attention", spy)
     engine.clear_cache()

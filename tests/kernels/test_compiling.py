@@ -35,10 +35,13 @@ for dtype in DTYPES:
         query, pages = torch.zeros(2, query_heads // kv_heads, dim, dtype=dtype), torch.zeros(9, 16, dim, dtype=dtype)
         tables, lengths = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
         dispatch.block_sparse_attention(query, pages, pages, tables, lengths, 1.0, implementation="triton")
+by_block = torch.zeros(9, 16, 2, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, dim=3)  # as vLLM's caches
+query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
+dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, implementation="triton")
 """
 FLOWS = """
 from kvgraft.decode.batch import Batch
-from kvgraft.decode.executor import fill, select
+from kvgraft.decode.executor import HeadPages, fill, select
 from kvgraft.decode.flow import trace
 from every_flow import EVERY_FLOW
 from kvgraft.decode.planner import plan
@@ -52,6 +55,8 @@ for name in ("quest", "h2o", "opus_coarse_fine", "sonnet_value_weighted_centroid
         batch = Batch(torch.arange(90)[None], torch.tensor([85 * 16]), 16)
         query = torch.zeros(1, group, dim)
         select(program, plan(program), query, pool, batch, implementation="triton")
+pool |= {name: HeadPages(torch.zeros(45, 16, 2, dim).transpose(1, 2)) for name in ("k", "v")}  # as vLLM's caches
+fill(program, pool, torch.arange(80), implementation="triton")
 """
 SETUP = """
 import torch
@@ -69,7 +74,7 @@ compile_only()
     [
         (ALIGN, {"_align_copy"}),
         (TOPK, {"_radix"}),
-        pytest.param(ATTENTION, {"_segpaged", "_sparse"}, marks=pytest.mark.slow),
+        pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join"}, marks=pytest.mark.slow),
         pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
     ],
     ids=["align", "topk", "attention", "flows"],

@@ -84,20 +84,16 @@ def _trouble(host: Host, asks: list[Ask]) -> None:
 def _count_rows(host: Host) -> dict[str, int]:
     """Rows of all layers that the flow has taken up, and how many of them are not what the blocks as they are give."""
     from kvgraft.decode.indexer import Indexer
-    from kvgraft.vllm.sparse.attention import _Plain
 
     taken_up = stale = 0
     for attention in host.model.attentions:
         caches = attention.impl._caches
         if caches is None:
             continue
-        indexer, heads = caches._indexer, caches._num_heads
-        blocks = (~caches._written).nonzero()[:, 0]
-        taken_up += len(blocks) * heads
-        rows = (blocks[:, None] * heads + torch.arange(heads)).flatten()
-        anew = Indexer(indexer.program, len(caches._written) * heads, caches.kv_cache)
-        keys, values = (_Plain(caches.kv_cache, caches._head_dim, attention.isa, which) for which in (0, 1))
-        anew.at(slice(None), keys, values).fill(rows)
+        indexer, rows = caches.indexer, caches.rows((~caches.written).nonzero()[:, 0])
+        taken_up += len(rows)
+        anew = Indexer(indexer.program, len(caches.written) * caches.num_heads, caches.kv_cache)
+        anew.at(slice(None), *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size)).fill(rows)
         for name, cache in indexer.caches.items():
             stale += int((cache[rows] != anew.caches[name][rows]).flatten(1).any(1).sum())
     return {"taken_up": taken_up, "stale": stale}

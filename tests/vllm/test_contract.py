@@ -54,6 +54,10 @@ IMPLS = (
     f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl {BACKENDS}flash_attn:FlashAttentionImpl "
     f"{BACKENDS}triton_attn:TritonAttentionImpl"
 )
+FLOW_BACKENDS = (
+    f"{BACKENDS}cpu_attn:CPUAttentionBackend {BACKENDS}flash_attn:FlashAttentionBackend "
+    f"{BACKENDS}triton_attn:TritonAttentionBackend"
+)
 
 OUTPUT, PROCESSOR = "vllm.outputs:RequestOutput", "vllm.v1.engine.output_processor:OutputProcessor"
 TOKENIZE, MODELS = "vllm.entrypoints.serve.tokenize", "vllm.entrypoints.openai.models"
@@ -106,9 +110,17 @@ HANDED = {
     ("sparse/program.py", "program_of", "model"): MODEL_CONFIG,
     ("sparse/program.py", "_reasons", "cache"): CACHE,
     ("sparse/program.py", "", "layer"): ATTENTION,
-    ("sparse/attention.py", "SparseBuilder", "super()"): f"{BACKENDS}cpu_attn:CPUAttentionMetadataBuilder",
-    ("sparse/attention.py", "SparseBuilder", "common"): "vllm.v1.attention.backend:CommonAttentionMetadata",
-    ("sparse/attention.py", "SparseImpl", "super()"): f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl",
+    ("sparse/program.py", "check_installed", "layer.attn_backend"): FLOW_BACKENDS,
+    ("sparse/metadata.py", "SparseBuilder", "super()"): BUILDERS,
+    ("sparse/metadata.py", "SparseBuilder", "self._others"): BUILDERS,
+    ("sparse/metadata.py", "SparseBuilder", "spec"): SPEC,
+    ("sparse/metadata.py", "", "common"): "vllm.v1.attention.backend:CommonAttentionMetadata",
+    ("sparse/attention.py", "with_flow", "own"): FLOW_BACKENDS,
+    ("sparse/attention.py", "SparseImpl", "super()"): IMPLS,
+    ("sparse/attention.py", "SparseImpl", "stock"): IMPLS,
+    ("sparse/attention.py", "SparseImpl", "layer"): ATTENTION,
+    ("sparse/layouts.py", "", "impl"): IMPLS,
+    ("sparse/layouts.py", "", "layer"): ATTENTION,
     ("heads/model.py", "", "vllm_config"): CONFIG,
     ("heads/model.py", "", "whole"): ATTENTION,
     ("compat/model.py", "", "runner"): RUNNERS,

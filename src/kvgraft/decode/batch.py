@@ -9,15 +9,33 @@ from torch import Tensor
 
 from kvgraft.decode.flow import Flow
 from kvgraft.decode.vtensor import Blocks
+from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.workload import Lengths, parts_of
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Consecutive sequences of similar length.
+
+    Attributes:
+        rows: which of the batch.
+        num_blocks: that are full, of the longest.
+        spacing: the first row and the distance from one sequence's to the next's, if the rows of each follow one
+            another and all sequences are equally far apart: then they can be read where they are.
+    """
+
+    rows: slice
+    num_blocks: int
+    spacing: tuple[int, int] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The sequences of a step, one for each KV head of each request.
+    """The sequences of a step, one for each KV head of each request. What all layers share is made of them once.
 
     Attributes:
         rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
-        tokens: int64 [S], of each sequence.
+        tokens: int64 [S] on the CPU, of each sequence.
     """
 
     rows: Tensor
@@ -26,36 +44,57 @@ class Batch:
 
     @cached_property
     def totals(self) -> Tensor:
-        """int64 [S], blocks that hold tokens."""
-        return -(-self.tokens // self.block_size)
+        """int64 [S] beside the rows, blocks that hold tokens."""
+        return (-(-self.tokens // self.block_size)).to(self.rows.device)
 
     @cached_property
     def filled(self) -> Tensor:
-        """int64 [S], those that are full: B. Only they have entries in the caches of a flow."""
-        return self.tokens // self.block_size
+        """int64 [S] beside the rows, those that are full: B. Only they have entries in the caches of a flow."""
+        return (self.tokens // self.block_size).to(self.rows.device)
+
+    @cached_property
+    def unwritten(self) -> Tensor:
+        """int64 [S] beside the rows, places for tokens in the last block."""
+        return (-self.tokens % self.block_size).to(self.rows.device)
 
     @cached_property
     def num_blocks(self) -> int:
         """B of the longest."""
-        return int(self.filled.max())
+        return int(self.tokens.max()) // self.block_size
 
     @cached_property
-    def spacing(self) -> tuple[int, int] | None:
-        """The first row and the distance from one sequence's to the next's, if the rows of each follow one another and
-        all sequences are equally far apart: then they can be read where they are."""
-        rows = self.rows[:, : self.num_blocks]
-        apart = rows[:, 0].diff()
-        step = int(apart[0]) if len(apart) else 0
-        if step < 0 or bool((apart != step).any()) or bool((rows.diff(dim=1) != 1).any()):
-            return None
-        return int(rows[0, 0]), step
+    def work(self) -> Lengths:
+        """The full blocks of each sequence, to be shared among the programs of a kernel."""
+        return Lengths(self.filled)
+
+    @memoised
+    def attended(self, width: int) -> Lengths:
+        """The tokens that each sequence attends to at most, in a table of so many blocks."""
+        return Lengths(self.totals.clamp(max=width) * self.block_size)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The sequences that have full blocks, so that little is padded where each part is computed by itself."""
+        return tuple(
+            Part(rows, most, _spacing(self.rows[rows, :most]))
+            for rows, most in parts_of((self.tokens // self.block_size).tolist())
+        )
 
     @cached_property
     def missing(self) -> Tensor | None:
         """bool [S, B]: blocks that a sequence does not have; None if all have as many."""
-        if bool((self.filled == self.num_blocks).all()):
+        if bool((self.tokens // self.block_size == self.num_blocks).all()):
             return None
         return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
+
+
+def _spacing(rows: Tensor) -> tuple[int, int] | None:
+    """See `Part.spacing`; rows int64 [s, t]."""
+    apart = rows[:, 0].diff()
+    step = int(apart[0]) if len(apart) else 0
+    if step < 0 or bool((apart != step).any()) or bool((rows.diff(dim=1) != 1).any()):
+        return None
+    return int(rows[0, 0]), step
 
 
 def static_selection(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
@@ -85,6 +124,5 @@ def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]
     every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
     every = torch.where(again, behind, every).sort(dim=1).values
-    unwritten = batch.totals * batch.block_size - batch.tokens
-    lengths = (every < behind).sum(1) * batch.block_size - unwritten
+    lengths = (every < behind).sum(1) * batch.block_size - batch.unwritten
     return batch.rows.gather(1, every.minimum(behind - 1)), lengths

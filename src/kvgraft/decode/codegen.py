@@ -1,8 +1,9 @@
 """Triton source for a group of operators that go block by block or need no blocks (Vortex, section 5.1).
 
-A program of the kernel takes a tile of one sequence's blocks through all operators of the group, in registers: what the
-group reads is read once, and only what others need is written. A value [1, B, ...] is a tensor [tile, ...] there, whose
-other axes are padded to powers of two, as Triton wants them; operators that look along an axis mask its padding.
+A program of the kernel takes its share of all sequences' blocks, a tile of one sequence's at a time, through all
+operators of the group, in registers: what the group reads is read once, and only what others need is written. A value
+[1, B, ...] is a tensor [tile, ...] there, whose other axes are padded to powers of two, as Triton wants them; operators
+that look along an axis mask its padding.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,25 @@ from kvgraft.decode.emitters import CannotGenerate, emit, entries
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group, Template, plan_cache
-from kvgraft.decode.writer import Writer, is_cache, power
+from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 
 TILE_ENTRIES = 16384  # of the largest tensor of a program: what registers hold
 MOST_ENTRIES = 4 * TILE_ENTRIES  # with a single block
 MOST_BLOCKS = 64
 NAME = "fused"  # of the function
 HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+
+_SHARE = """\
+    program = tl.program_id(0)
+    for chunk in tl.range(tl.load(programs + program), tl.load(programs + program + 1), num_stages=1):
+        s = tl.load(chunks + 3 * chunk).to(tl.int64)
+        begin = tl.load(chunks + 3 * chunk + 1)
+        end = begin + tl.load(chunks + 3 * chunk + 2)
+        for number in tl.range(begin, end, num_stages=1):
+            b = number * {tile} + tl.arange(0, {tile})
+            there = b < tl.load(counts + s)
+            row = tl.load(table + s * table_row + b, mask=there, other=0)
+"""
 
 
 @dataclass(frozen=True)
@@ -27,11 +40,13 @@ class Source:
 
     Attributes:
         text: of a module. Arguments of its function: the inputs and outputs, then, if there are blocks, the table
-            int64 [S, B], its distance from row to row, and the blocks of each sequence, int64 [S]; then the strides of
-            every input and output. Programs: sequences, and tiles.
-        inputs: tensors that it reads: the query [S, g, d], caches [rows, ...], other groups' values [S, ...].
+            int64 [S, B], its distance from row to row, the blocks of each sequence, int64 [S], the chunks and
+            programs of a `Workload` of tiles, and Hkv; then the strides of every input and output. Programs: those of
+            the workload, or sequences.
+        inputs: tensors that it reads: the query [S, g, d], keys and values [blocks, Hkv, b, d], whose row r is head
+            r % Hkv of block r // Hkv, other caches [rows, ...], other groups' values [S, ...].
         outputs: what it writes: values [S, ...], or of forward_cache what becomes of caches [rows, ...].
-        tile: blocks of a program; 0 without blocks.
+        tile: blocks that a program takes at a time; 0 without blocks.
     """
 
     text: str
@@ -64,16 +79,12 @@ def _source(group: Group, *, to_caches: bool) -> Source:
         emit(writer, value)
     for number, value in enumerate(group.outputs):
         writer.store(f"out{number}", value, to_caches)
-    tensors = [(name, len(value.shape) - is_cache(value)) for value, name in writer.inputs.items()]
+    tensors = [(name, len(value.shape) - is_cache(value) + is_of_model(value)) for value, name in writer.inputs.items()]
     tensors += [(f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(group.outputs)]
-    arguments, head = [name for name, _ in tensors], ["s = tl.program_id(0).to(tl.int64)"]
+    arguments, head, indent = [name for name, _ in tensors], ["    s = tl.program_id(0).to(tl.int64)"], "    "
     if tile:
-        arguments += ["table", "table_row", "counts"]
-        head += [
-            f"b = tl.program_id(1) * {tile} + tl.arange(0, {tile})",
-            "there = b < tl.load(counts + s)",
-            "row = tl.load(table + s * table_row + b, mask=there, other=0)",
-        ]
+        arguments += ["table", "table_row", "counts", "chunks", "programs", "heads"]
+        head, indent = _SHARE.format(tile=tile).splitlines(), 12 * " "
     arguments += [f"{name}_{axis}" for name, rank in tensors for axis in range(rank)]
-    body = "".join(f"    {line}\n" for line in [*head, *writer.lines])
+    body = "".join(f"{line}\n" for line in [*head, *(indent + line for line in writer.lines)])
     return Source(f"{HEAD}def {NAME}({', '.join(arguments)}):\n{body}", tuple(writer.inputs), group.outputs, tile)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.decode.batch import Batch, tables
-from kvgraft.decode.executor import Paged, Pool, fill, select
+from kvgraft.decode.executor import HeadPages, Paged, Pool, fill, select
 from kvgraft.decode.flow import Program
 from kvgraft.decode.planner import plan
 from kvgraft.kernels.dispatch import block_sparse_attention
@@ -60,6 +60,8 @@ class LayerIndexer:
         return tables(chosen, batch, self._indexer.program.flow)
 
     def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
-        """[S, g, d] -> [S, g, d], where keys and values are plain tensors."""
-        found = self.choose(query, batch)
-        return block_sparse_attention(query, self._pool["k"], self._pool["v"], *found, scale)
+        """[S, g, d] -> [S, g, d], where keys and values are tensors or `HeadPages`."""
+        tables, lengths = self.choose(query, batch)
+        bound = batch.attended(tables.shape[1])
+        keys, values = (x.by_block if isinstance(x, HeadPages) else x for x in (self._pool["k"], self._pool["v"]))
+        return block_sparse_attention(query, keys, values, tables, lengths, scale, bound)

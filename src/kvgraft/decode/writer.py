@@ -66,18 +66,22 @@ class Writer:
 
     def _load(self, value: Value) -> str:
         name = self.inputs[value] = f"in{len(self.inputs)}"
-        at, mask = self._address(name, value.shape, is_cache(value))
+        at, mask = self._address(name, value.shape, is_cache(value), by_head=is_of_model(value))
         return self.let(f"tl.load({at}{mask}{', other=0.0' if mask else ''}).to(tl.float32)")
 
-    def _address(self, name: str, shape: Shape, cached: bool) -> tuple[str, str]:
-        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is addressed by row."""
+    def _address(self, name: str, shape: Shape, cached: bool, by_head: bool = False) -> tuple[str, str]:
+        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is addressed by row, or by
+        block and head, if it is the model's."""
         rank, parts, inside = len(shape) - 1, [name], []
+        place = "row % heads" if by_head else "row" if cached else "b"
         if not cached:
             parts.append(f"s * {name}_0")
         for axis, size in enumerate(shape[1:]):
-            stride = f"{name}_{axis if cached else axis + 1}"
+            stride = f"{name}_{axis if cached and not by_head else axis + 1}"
             if isinstance(size, Blocks):
-                parts.append(f"{_placed('row' if cached else 'b', axis, rank)} * {stride}")
+                if by_head:
+                    parts.append(f"{_placed('row // heads', axis, rank)} * {name}_0")
+                parts.append(f"{_placed(place, axis, rank)} * {stride}")
                 inside.append(_placed("there", axis, rank))
             else:
                 index = self.index(size, axis, rank)
@@ -95,8 +99,8 @@ def number(x: float) -> str:
 def _placed(vector: str, axis: int, rank: int) -> str:
     """A vector along one axis of a tensor."""
     if rank == 1:
-        return vector
-    return f"{vector}[{', '.join(':' if here == axis else 'None' for here in range(rank))}]"
+        return f"({vector})"
+    return f"({vector})[{', '.join(':' if here == axis else 'None' for here in range(rank))}]"
 
 
 def power(size: int) -> int:
@@ -107,3 +111,8 @@ def power(size: int) -> int:
 def is_cache(value: Value) -> bool:
     """Whether a value is read from pages."""
     return value.name not in ("", "q")
+
+
+def is_of_model(value: Value) -> bool:
+    """Whether it is the keys or the values."""
+    return value.name in ("k", "v")

@@ -107,6 +107,6 @@ class SparseDecode:
         num_pages = self._cache.keys.shape[1] // size
         heads = torch.arange(len(layer.streams), device=device)[:, None] * num_pages  # [Hkv, 1]
         by_head = (torch.from_numpy(tables).to(device)[:, None] + heads).flatten(0, 1)
-        batch = Batch(by_head, torch.tensor(tokens, device=device).repeat_interleave(len(heads)), size)
+        batch = Batch(by_head, torch.tensor(tokens).repeat_interleave(len(heads)), size)
         fresh = (torch.from_numpy(np.concatenate(full)).to(device) + heads).flatten()
         return FlowBatch(self._indexers[flow], torch.tensor(rows, device=device), batch, fresh)

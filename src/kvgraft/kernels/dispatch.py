@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kernels.watched import watched
+from kvgraft.kernels.workload import Lengths
 
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
@@ -57,17 +58,19 @@ def generates(device_type: str, implementation: str | None = None) -> bool:
     return implementation == "triton" or (implementation is None and _has_triton(device_type))
 
 
-def generated(text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Tensor] | None, tile: int) -> None:
+def generated(
+    text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Lengths], tile: int, heads: int = 1
+) -> None:
     """Run a kernel of generated Triton source; see `kvgraft.decode.codegen.Source` for its arguments.
 
     Args:
         name: of its function.
-        tensors: inputs and outputs.
-        blocks: table int64 [S, B] of rows, and int64 [S], how many of them each sequence has; None without blocks,
-            where the first of the tensors is [S, ...].
-        tile: blocks of a program.
+        tensors: inputs and outputs; without blocks the first is [S, ...].
+        blocks: table int64 [S, B] of rows, and how many of them each sequence has.
+        tile: blocks that a program takes at a time; 0 without blocks.
+        heads: Hkv of keys and values [blocks, Hkv, b, d].
     """
-    kernel("generated", tensors[0].device.type, "triton")(text, name, tensors, blocks, tile)
+    kernel("generated", tensors[0].device.type, "triton")(text, name, tensors, blocks, tile, heads)
 
 
 def align_copy(
@@ -221,6 +224,7 @@ def block_sparse_attention(
     tables: Tensor,
     lengths: Tensor,
     scale: float,
+    bound: Lengths | None = None,
     *,
     implementation: str | None = None,
 ) -> Tensor:
@@ -230,17 +234,19 @@ def block_sparse_attention(
 
     Args:
         query: [S, g, d], the queries of a KV head.
-        keys: [pages, b, d]; values: [pages, b, dv].
+        keys: [pages, b, d], or [blocks, Hkv, b, d] with any strides, of which page p is head p % Hkv of block p // Hkv;
+            values: the same, of dv channels.
         tables: int64 [S, m], pages of the blocks, the one that is not full last; any page behind it.
-        lengths: int64 [S], at least 1: tokens in these blocks.
+        lengths: int64 [S], tokens in these blocks; zeros come of none.
         scale: of the logits, usually d ** -0.5.
+        bound: at least `lengths`, where several calls shall share the plan of how programs share the work.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
         [S, g, dv] in the dtype of `query`.
     """
     run = kernel("block_sparse_attention", keys.device.type, implementation)
-    attended: Tensor = run(query, keys, values, tables, lengths, scale)
+    attended: Tensor = run(query, keys, values, tables, lengths, scale, bound)
     return attended
 
 

@@ -1,8 +1,10 @@
 """A search for flows: every combination of motifs is a flow, nothing is tried twice, an interrupted search goes on."""
 
+import json
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from every_flow import CHANNELS
@@ -11,8 +13,10 @@ from kvgraft.decode.flow import trace
 from kvgraft.decode.flows import parse_flow
 from kvgraft.evaluate.flows import Stage
 from kvgraft.testbed import MODEL_DIR
+from research.vortex import diversity
 from research.vortex import search as searching
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "flows"
 MASKED = f"{CHANNELS}:channel_quest"
 STAGES = (Stage("only", {"ruler": ("needles",)}, 1),)
 
@@ -61,3 +65,28 @@ def test_distance_is_of_caches_operators_and_calls():
     assert searching.diversity(["quest"]) == 0.0
     with pytest.raises(ValueError, match="candidates and time must be positive, got 0"):
         searching.search(None, Path(), candidates=0)  # type: ignore[arg-type]
+
+
+def test_the_diversity_of_what_models_proposed_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    diversity.main(None, tmp_path, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert {name: own["pairs"] for name, own in told.items()} == {"opus": 190, "sonnet": 190, "gpt": 190}
+    assert told == json.loads((tmp_path / "diversity.json").read_text())
+    assert told == json.loads((RESULTS / "diversity.json").read_text()), "run research.vortex.diversity again"
+    assert (tmp_path / "diversity.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="distances are of pairs, got 1 flows"):
+        diversity.distances(["quest", "dense"])
+
+
+def test_what_a_search_has_found_is_written_beside_it(tmp_path: Path):
+    genes = {name: choices[0] for name, choices in searching.CHOICES.items()}
+    tried = []
+    for number, k in enumerate(("5", "9", "13")):
+        path = tmp_path / f"c{number}.py"
+        path.write_text(searching.write(genes | {"heads": list(searching.HEADS)[number]}, f"c{number}"))
+        tried.append(searching.Candidate(number, genes, (), f"{path}:topk_blocks={k}"))
+    (tmp_path / "candidates.json").write_bytes(msgspec.json.encode(tried))
+    (tmp_path / "found.json").write_text("[]\n")
+    diversity.main(tmp_path, tmp_path / "out", as_json=True)
+    assert json.loads((tmp_path / "out" / "diversity.json").read_text())["search"]["pairs"] == 3
+    assert (tmp_path / "out" / "search.json").read_text() == "[]\n"

@@ -5,30 +5,43 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.kernels.scratch import PIECE, take
+from kvgraft.kernels.workload import Lengths, parts_of
 
 
 def block_sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, _: Lengths | None
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.block_sparse_attention`; also serves CUDA without Triton."""
-    size, most = keys.shape[1], int(lengths.max())
+    output = query.new_empty(*query.shape[:2], values.shape[-1])
+    for rows, most in parts_of(lengths.tolist()):
+        step = max(1, PIECE // (most * (keys.shape[-1] + values.shape[-1]) * keys.itemsize))
+        slots, there = _slots(tables[rows], lengths[rows], most, keys.shape[-2])
+        even = bool(there.all())
+        for first in range(0, len(slots), step):
+            part = slice(first, first + step)
+            here = slice(rows.start + first, min(rows.start + first + step, rows.stop))
+            own_keys = _take("keys", keys, slots[part])[:, None]
+            own_values = _take("values", values, slots[part])[:, None]
+            mask = None if even else there[part, None, None]
+            attended = scaled_dot_product_attention(
+                query[here, None], own_keys, own_values, attn_mask=mask, scale=scale
+            )  # [s, 1, g, dv]
+            output[here] = attended[:, 0]
+    return output.masked_fill_((lengths == 0)[:, None, None], 0.0)
+
+
+def _slots(tables: Tensor, lengths: Tensor, most: int, size: int) -> tuple[Tensor, Tensor]:
+    """int64 [s, most], where the tokens lie in pages end to end, and which of them are there."""
     token = torch.arange(most, device=tables.device)
-    slots = tables[:, token // size] * size + token % size  # [S, T]
+    slots = tables[:, token // size] * size + token % size
     there = token < lengths[:, None]
-    slots = torch.where(there, slots, slots[:, :1])  # weights of 0 do not heal what nobody wrote
-    even = bool(there.all())
-    pools = keys.flatten(0, 1), values.flatten(0, 1)
-    output = query.new_empty(*query.shape[:2], values.shape[2])
-    step = max(1, PIECE // (most * (keys.shape[2] + values.shape[2]) * keys.itemsize))
-    for first in range(0, len(query), step):
-        part = slice(first, first + step)
-        own_keys, own_values = (
-            take(use, pool, slots[part].flatten()).view(-1, 1, most, pool.shape[1])
-            for use, pool in zip(("keys", "values"), pools, strict=True)
-        )
-        mask = None if even else there[part, None, None]
-        attended = scaled_dot_product_attention(
-            query[part, None], own_keys, own_values, attn_mask=mask, scale=scale
-        )  # [s, 1, g, dv]
-        output[part] = attended[:, 0]
-    return output
+    return torch.where(there, slots, slots[:, :1]), there  # weights of 0 do not heal what nobody wrote
+
+
+def _take(use: str, pool: Tensor, slots: Tensor) -> Tensor:
+    """The tokens of a pool [pages, b, d] or [blocks, H, b, d] in these slots [s, t] -> [s, t, d]."""
+    if pool.dim() == 3:
+        return take(use, pool.flatten(0, 1), slots.flatten()).view(*slots.shape, -1)
+    heads, size = pool.shape[1:3]
+    page = slots // size
+    return pool[page // heads, page % heads, slots % size]

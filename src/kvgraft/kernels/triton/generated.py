@@ -8,8 +8,9 @@ from importlib.util import module_from_spec, spec_from_loader
 from itertools import count
 from typing import Any
 
-import triton
 from torch import Tensor
+
+from kvgraft.kernels.workload import Lengths
 
 _numbers = count()
 
@@ -27,15 +28,17 @@ class _Loader(ExecutionLoader):
         return f"{fullname}.py"
 
 
-def generated(text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Tensor] | None, tile: int) -> None:
+def generated(
+    text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Lengths], tile: int, heads: int
+) -> None:
     """See `kvgraft.kernels.dispatch.generated`."""
-    arguments: list[Any] = list(tensors)
-    grid: tuple[int, ...] = (len(tensors[0]),)
-    if blocks is not None:
-        table, counts = blocks
-        arguments += [table, table.stride(0), counts]
-        grid = (len(table), triton.cdiv(table.shape[1], tile))
-    _kernel(text, name)[grid](*arguments, *(step for tensor in tensors for step in tensor.stride()))
+    arguments, grid = list[Any](tensors), len(tensors[0])
+    if tile:
+        table, lengths = blocks
+        work = lengths.work(tile)
+        arguments += [table, table.stride(0), lengths.counts, work.chunks, work.programs, heads]
+        grid = work.num_programs
+    _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()))
 
 
 @cache

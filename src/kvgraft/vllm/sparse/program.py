@@ -16,7 +16,8 @@ from kvgraft.vllm.compat import BY_HEAD, FLOW
 from kvgraft.vllm.compat.families import FLOWS
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
-BACKEND = "kvgraft.vllm.sparse.attention.SparseBackend"
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")  # of vLLM, that can follow flows
+_MODULE = "kvgraft.vllm.sparse.attention"
 
 
 def program_of(config: VllmConfig) -> Program | None:
@@ -52,20 +53,25 @@ def install(config: VllmConfig) -> None:
     reasons = list(_reasons(config, program))
     if reasons:
         raise UnsupportedConfiguration(f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons))
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    for name in BACKENDS:  # whichever vLLM chooses
+        register_backend(AttentionBackendEnum[name], f"{_MODULE}.{name}")
 
 
 def check_installed(config: VllmConfig, model: nn.Module) -> None:
     """Raise RuntimeError if the server has a flow that no layer of the model follows."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if program_of(config) and not any(layer.attn_backend.__module__ == BACKEND.rpartition(".")[0] for layer in layers):
-        raise RuntimeError("no layer follows the flow: this process had chosen its attention backend before")
+    if program_of(config) and not any(layer.attn_backend.__module__ == _MODULE for layer in layers):
+        chosen = sorted({layer.attn_backend.get_name() for layer in layers})
+        raise RuntimeError(
+            f"no layer follows the flow: the attention backend is {', '.join(chosen)}, not one of "
+            f"{', '.join(BACKENDS)}, or this process had chosen it before"
+        )
 
 
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     cache = config.cache_config
-    if not current_platform.is_cpu():
-        yield "this platform: only vLLM's CPU backend can be given block tables by KV head yet"
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
+        yield "this platform: only attention backends for CPUs and CUDA can be given block tables by KV head yet"
     architecture = config.model_config.architecture.removeprefix(BY_HEAD)
     if architecture not in FLOWS and not config.model_config.use_mla:
         yield f"model class {architecture}: flows choose blocks for attention without windows, sinks and soft caps only"

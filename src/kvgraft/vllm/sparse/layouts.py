@@ -1,0 +1,106 @@
+"""How attention backends of vLLM lay out keys and values, logically [blocks, Hkv, N, 2 d], and what attends to them, by
+pages of one KV head."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+
+from kvgraft.decode.executor import HeadPages, Paged
+from kvgraft.kernels.dispatch import block_sparse_attention
+from kvgraft.kernels.workload import Lengths
+from kvgraft.vllm.compat.packing import unpack
+
+
+class Layout(Protocol):
+    """What depends on the backend."""
+
+    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[Paged, Paged]:
+        """Keys and values by row, block * Hkv + head: [rows, N, d]."""
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+    ) -> Tensor:
+        """Queries [S, g, d] to the rows of their tables int64 [S, m], which hold so many tokens -> [S, g, d]."""
+
+
+class Strided:
+    """Backends for GPUs: heads or tokens first, layers together or apart, which are strides; our own kernel attends."""
+
+    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[HeadPages, HeadPages]:
+        """In place."""
+        return HeadPages(kv_cache[..., :head_dim]), HeadPages(kv_cache[..., head_dim:])
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+    ) -> Tensor:
+        """See `Layout`."""
+        keys, values = (pages.by_block for pages in self.pages(layer, kv_cache, query.shape[2]))
+        return block_sparse_attention(query, keys, values, tables, lengths, impl.scale, bound)
+
+
+class Packed:
+    """The CPU backend, which packs a block as its instruction set wants it: its own kernel attends, to a cache of one
+    head in which a page of a KV head is a page."""
+
+    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple["PackedPages", "PackedPages"]:
+        """Unpacked where they are read."""
+        return PackedPages(kv_cache, head_dim, layer.isa, 0), PackedPages(kv_cache, head_dim, layer.isa, 1)
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+    ) -> Tensor:
+        """See `Layout`."""
+        blocks, heads, size, _ = kv_cache.shape
+        keys, values = kv_cache.view(blocks * heads, 1, 2 * size, query.shape[2]).chunk(2, dim=2)
+        output, lengths = torch.empty_like(query), lengths.int()
+        starts = torch.arange(len(query) + 1, dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(query),
+            num_heads=query.shape[1],
+            num_kv_heads=1,
+            head_dim=query.shape[2],
+            seq_lens=lengths,
+            dtype=query.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=impl.kv_cache_dtype,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            output=output,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=impl.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=tables.int(),
+            softcap=impl.logits_soft_cap,
+            scheduler_metadata=plan,
+            s_aux=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=impl.kv_cache_dtype,
+        )
+        return output
+
+
+class PackedPages:
+    """The keys (0) or values (1) of a packed cache [blocks, Hkv, N, 2 d], by row: [rows, N, d]."""
+
+    def __init__(self, kv_cache: Tensor, head_dim: int, isa: str, which: int) -> None:
+        blocks, heads, size, _ = kv_cache.shape
+        self.shape = (blocks * heads, size, head_dim)
+        self._rows, self._isa, self._which = kv_cache.view(blocks * heads, 1, size, -1), isa, which
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        taken = self._rows.index_select(0, rows)
+        return unpack(taken, self.shape[2], self._isa, taken.dtype, "auto")[self._which][:, 0]

@@ -1,0 +1,112 @@
+"""Which requests a step decodes sparsely, beside the metadata of any attention backend of vLLM."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from kvgraft.decode.batch import Batch
+from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.sparse.program import program_of
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMetadata:
+    """Requests that a step decodes sparsely: what is added to the metadata of its attention.
+
+    Attributes:
+        queries: int64 [r], rows of their tokens among those of the step.
+        pages: int64 [r, T], their block tables.
+        full: int64 [r], how many of these pages are full.
+        batch: one row for each of their KV heads.
+        others: metadata of the same step in which they have one token of context, so that what vLLM computes for them
+            costs nothing; None if there is nobody else.
+    """
+
+    queries: Tensor
+    pages: Tensor
+    full: Tensor
+    batch: Batch
+    others: Any
+
+
+class SparseBuilder:
+    """Before a builder of vLLM's: metadata of a step, with the requests that it decodes sparsely.
+
+    Steps are not captured as a whole: how many sequences are sparse, and which, differs between them. Pieces between
+    attention layers still are.
+
+    Raises:
+        UnsupportedConfiguration: blocks of the kernel are not those that the flow was traced for.
+    """
+
+    STOCK: ClassVar[type]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.program = program_of(self.vllm_config)  # type: ignore[attr-defined]
+        spec = self.kv_cache_spec  # type: ignore[attr-defined]
+        self._num_heads: int = spec.num_kv_heads
+        self._others: Any = None
+        if self.program is None:
+            return
+        if spec.block_size != self.program.block_size:
+            raise UnsupportedConfiguration(
+                f"flow {self.program.flow.name!r} cannot be followed with blocks of {self.program.block_size} tokens "
+                f"where the attention kernel takes {spec.block_size}: set --block-size to that"
+            )
+        twin = self.STOCK(*args, **kwargs)  # what a builder plans for one metadata is overwritten with the next
+        if hasattr(twin, "set_workspace_buffer"):  # FlashInfer's is large, and used by one call at a time
+            twin.set_workspace_buffer(self._get_workspace_buffer())  # type: ignore[attr-defined]
+        self._others = twin
+
+    @classmethod
+    def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
+        """See above."""
+        return AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """As in vLLM."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        metadata.kvgraft_sparse = self._sparse(common_attn_metadata)
+        return metadata
+
+    def _sparse(self, common: Any) -> SparseMetadata | None:
+        program = self.program
+        if program is None or common.is_prefilling is None or common.causal is not True:
+            return None
+        starts = common.query_start_loc_cpu.long()
+        lengths = _lengths(common)[: len(starts) - 1]
+        blocks = -(-lengths // program.block_size)
+        sparse = (starts.diff() == 1) & (blocks > program.most) & ~common.is_prefilling[: len(lengths)].cpu()
+        rows = sparse.nonzero()[:, 0]
+        if not rows.numel():
+            return None
+        others = None if bool(sparse.all()) else self._others.build(0, _shortened(common, sparse))
+        table, own = common.block_table_tensor, lengths[rows]
+        pages = table[rows.to(table.device), : int(blocks[rows].max())].long()
+        heads = torch.arange(self._num_heads, device=table.device)
+        by_head = (pages[:, None] * self._num_heads + heads[:, None]).flatten(0, 1)
+        batch = Batch(by_head, own.repeat_interleave(self._num_heads), program.block_size)
+        full = (own // program.block_size).to(table.device)
+        return SparseMetadata(starts[rows].to(table.device), pages, full, batch, others)
+
+
+def _lengths(common: Any) -> Tensor:
+    """int64 on the CPU, tokens of each request; without drafts vLLM knows them there, and nobody waits for a device."""
+    known = getattr(common, "seq_lens_cpu_upper_bound", None)
+    found: Tensor = (common.seq_lens if known is None else known).cpu().long()
+    return found
+
+
+def _shortened(common: Any, sparse: Tensor) -> Any:
+    """The same step, in which these requests have one token of context."""
+    changed: dict[str, Any] = {}
+    for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
+        lengths = getattr(common, name, None)
+        if lengths is not None:
+            here = torch.nn.functional.pad(sparse, (0, len(lengths) - len(sparse))).to(lengths.device)
+            changed[name] = torch.where(here, 1, lengths)
+    return replace(common, **changed)
