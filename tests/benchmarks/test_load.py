@@ -83,7 +83,7 @@ def test_the_promises_are_those_of_the_project():
         "interleaved": (1.0, False, 4096, 0.5),
         "stall": (1.3, True, 4096, 0.9),
         "sparsex-4k90": (2.7, False, 4096, 0.9),
-        "sparsex-8k98": (5.0, False, 8192, 0.98),
+        "sparsex-8k98": (6.0, False, 8192, 0.98),
     }
     assert [name for name, s in SCENARIOS.items() if s.kvgraft] == ["sparsex-4k90", "sparsex-8k98"], "the default first"
     assert SCENARIOS["nothing"].rounds >= 20

@@ -278,7 +278,7 @@ def test_the_report_adds_up(engine: Engine):
     known = tokens(80, 1)
     engine.generate([Request(known, "full")])
     prompt = known[:40] + tokens(3, 2) + known[40:] + tokens(4, 3)
-    report = engine.generate([Request(prompt, "sparsex:boundary_layers=1,overflow_blocks=0")])[0].report
+    report = engine.generate([Request(prompt, "sparsex:boundary_layers=2,overflow_blocks=0")])[0].report
     assert report.prefix_tokens == 32
     assert report.prefix_tokens + report.grafted_tokens + report.fresh_tokens == report.prompt_tokens == 87
     assert 0 < report.recomputed_tokens <= report.grafted_tokens

@@ -80,7 +80,7 @@ def test_shares_and_stages(host: Host):
     prompt = words(20, 3) + DOCUMENT
     naive, sparsex, everything = (
         host.ask(Ask(prompt, options))[0].report
-        for options in (NAIVE, {"policy": "sparsex", "boundary_layers": 1}, EVERYTHING)
+        for options in (NAIVE, {"policy": "sparsex", "boundary_layers": 2}, EVERYTHING)
     )
     fresh = 320 - 288
     assert naive["computed_share"] == fresh / 320

@@ -174,7 +174,7 @@ def test_prompts_that_fill_every_step_do_not_starve_a_recovery(host: Host):
     while state.recovering:
         host.step()
         assert host.request(flood).num_computed_tokens % STEP_TOKENS == 0  # the step was full
-    assert host.request(flood).num_computed_tokens >= 3 * STEP_TOKENS
+    assert host.request(flood).num_computed_tokens >= 2 * STEP_TOKENS
     assert host.finish(name, flood)[0].grafted >= 380
 
 

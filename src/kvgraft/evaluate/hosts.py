@@ -232,7 +232,7 @@ def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
         text, ttft_s, report["prompt_tokens"], report["prefix_tokens"], report["grafted_tokens"],
         report["recomputed_tokens"], report["fresh_tokens"], report["computed_share"],
         None if reason in MISSES else reason,
-        counts=report["counts"] | of_documents, kl_tokens=MOST_LIKELY,
+        counts=report.get("counts", {}) | of_documents, kl_tokens=MOST_LIKELY,
     )  # fmt: skip
 
 

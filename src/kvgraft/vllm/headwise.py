@@ -11,9 +11,9 @@ from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kv.heads import HeadMap
 from kvgraft.prefill.context import Heads, Hidden
 from kvgraft.vllm.layers import entering
-from kvgraft.vllm.prefill import PrefillChunk, VllmPrefill
+from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
 
-PROJECT, ATTEND, FEED = 4, 4, 2  # the steps of a layer do a quarter, a quarter and half of its work
+ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
 
 
 class HeadwisePrefill(VllmPrefill):

@@ -18,6 +18,7 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.layers import embed, entering
 
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
+PROJECT = 4  # queries, keys and values are a quarter of a layer's work
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
 
 
@@ -174,6 +175,8 @@ class VllmPrefill(PagedPrefill):
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []
         for chunk in self._chunks_of(hidden.where):
+            if self._spend(chunk.positions.numel() // PROJECT):
+                self._forget_metadata()
             with self._timed("select"):
                 before = entering(index, hidden.states[chunk.rows])
                 slots = chunk.slots[self._host.group_of[index]]
