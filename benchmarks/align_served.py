@@ -4,9 +4,7 @@ python benchmarks/align_served.py [--tokens 4096 --tokens 8192] [--rounds 7] [--
 """
 
 import json
-import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import ENVIRONMENT
 from overhead import IN_PROCESS, engine
 from scenarios import SPARSEX_05, make_random_model
-from servers import MEMORY, THREADS
+from servers import MEMORY, THREADS, restart_with
 
 DOCUMENT_TOKENS = 512
 BLOCK = 32
@@ -36,9 +34,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Answer prompts with grafts and without in turn."""
-    wanted = ENVIRONMENT | MEMORY | IN_PROCESS | {"OMP_NUM_THREADS": str(THREADS)}
-    if not wanted.items() <= os.environ.items():  # malloc reads its settings when a program starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
+    restart_with(ENVIRONMENT | MEMORY | IN_PROCESS | {"OMP_NUM_THREADS": str(THREADS)})
     with TemporaryDirectory() as folder:
         make_random_model(Path(folder), layers, max(tokens) + 128)
         llm = engine(folder)

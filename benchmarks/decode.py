@@ -11,7 +11,6 @@ decode the same context in turn; medians and medians of paired ratios are printe
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.kernels.watched import watched, watching
 from scenarios import make_random_model
+from servers import restart_with
 from tables import markdown_table
 
 SHAPE = {
@@ -236,8 +236,7 @@ def main(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": str(os.cpu_count()),
         }  # fmt: skip
-        if not wanted.items() <= os.environ.items():
-            os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
+        restart_with(wanted)
     lengths, sizes = ([int(part) for part in text.split(",")] for text in (contexts, batches))
     itemsize, sides = DTYPES[dtype].itemsize, flows.split(";")
     rows, left_out = [], []

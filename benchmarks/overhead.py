@@ -6,9 +6,7 @@ Two servers cannot tell: two processes of one program differ by more than that.
 """
 
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import ENVIRONMENT
 from kvgraft.evaluate.statistics import bootstrap
 from scenarios import make_random_model
-from servers import MEMORY, THREADS
+from servers import MEMORY, THREADS, restart_with
 
 IN_PROCESS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,9 +40,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time prompts of random tokens."""
-    wanted = ENVIRONMENT | MEMORY | IN_PROCESS | {"OMP_NUM_THREADS": str(THREADS)}
-    if not wanted.items() <= os.environ.items():  # malloc reads its settings when a program starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
+    restart_with(ENVIRONMENT | MEMORY | IN_PROCESS | {"OMP_NUM_THREADS": str(THREADS)})
     with TemporaryDirectory() as folder:
         make_random_model(Path(folder), layers, turns * tokens + 128)
         plain, ours = measure(engine(folder), tokens, turns, rounds)

@@ -53,6 +53,12 @@ class ServerOptions:
         return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores, **MEMORY}
 
 
+def restart_with(wanted: Mapping[str, str]) -> None:
+    """Begin this program anew with these variables, unless it has them: malloc and OpenMP read theirs at the start."""
+    if not wanted.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict(wanted))  # noqa: S606
+
+
 @contextmanager
 def start(options: ServerOptions, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server with these settings and more flags; see `kvgraft.evaluate.servers.serving`."""
