@@ -15,7 +15,7 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # what one process has compiled is there for the next: tests start many
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve docs gpu test test-all test-soak test-vllm-matrix contract soak testbed testbed-by-head results-archive results-pages lint bench clean help
+.PHONY: demo serve docs gpu test test-all test-soak test-vllm-matrix contract soak testbed testbed-by-head testbed-latent results-archive results-pages lint bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,9 @@ testbed-by-head: $(READY) ## Train the bundled model on, so that most KV heads n
 	$(BIN)/python -m research.testbed --by-head --out build/testbed-by-head
 	$(BIN)/kvgraft eval --suite all --policies full --items 6 --seed 1000 --head-paging \
 		--model build/testbed-by-head/model --out build/testbed-by-head/accuracy
+
+testbed-latent: $(READY) ## Train the bundled model on with latent attention (MLA; 20 minutes), for flows that do or do not see RoPE
+	$(BIN)/python -m research.testbed --latent --out build/testbed-latent
 
 results-archive: $(READY) ## Pack what experiments have left in results/ for a release
 	$(BIN)/python scripts/results_archive.py archive

@@ -14,7 +14,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HEAD_MAP_FILE
 from research.redknot.by_head import head_map
 from research.testbed.export import export
-from research.testbed.trainer import Job, make_config, train
+from research.testbed.trainer import Job, train
 
 MODEL = "model"  # directory of the exported model
 ALLOCATOR = {  # keep freed memory: a training step allocates and frees the same blocks as the one before
@@ -29,14 +29,19 @@ def main(
     by_head: Annotated[
         bool, typer.Option("--by-head", help="Train the bundled model on, so that most KV heads need a window only.")
     ] = False,
+    latent: Annotated[
+        bool, typer.Option("--latent", help="Train the bundled model on with latent attention (MLA).")
+    ] = False,
     until: Annotated[int | None, typer.Option(help="Stop after this step; to go on, start it again.")] = None,
 ) -> None:
-    """Train the testbed model from scratch (about an hour on two cores), or by head; started again, it goes on."""
+    """Train the testbed model from scratch (about an hour on two cores), or a variant; started again, it goes on."""
     for name, value in (("processes", processes), ("until", until)):
         if value is not None and value < 1:
             raise typer.BadParameter(f"{name} must be at least 1, got {value}")
+    if by_head and latent:
+        raise typer.BadParameter("by head or latent: choose one")
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(out, seed, processes, until, by_head)
+    job = Job(out, seed, processes, until, by_head, latent)
     try:
         job.checkpoint()
     except ValueError as error:
@@ -48,7 +53,7 @@ def main(
     multiprocessing.spawn(_work, (job,), nprocs=processes)
     if job.last_step < job.num_steps:
         return
-    export(out / f"model-{job.last_step}.safetensors", make_config(), out / MODEL)
+    export(out / f"model-{job.last_step}.safetensors", job.config, out / MODEL)
     if by_head:
         head_map(load_config(out / MODEL).identity).save(out / MODEL / HEAD_MAP_FILE)
     Console(stderr=True).print(f"{out / MODEL}: the model; {out / 'log.jsonl'}: how it learned")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from kvgraft.testbed import vocabulary
 
@@ -36,9 +36,9 @@ def make_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
     )
 
 
-def export(weights: Path, config: object, directory: Path) -> None:
+def export(weights: Path, config: PreTrainedConfig, directory: Path) -> None:
     """Write the weights of a checkpoint file, in bfloat16, and all that a server needs beside them."""
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     state = load_file(weights)
     model.load_state_dict(
         {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")},

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.testbed import vocabulary
 from research.redknot import by_head
 from research.testbed import curriculum, mimetic
 from research.testbed.batches import TrainingBatch, make_batch
+from research.vortex import latent_model
 
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
 RESOLVED_WEIGHT = 0.5
@@ -37,17 +38,25 @@ OTHER_RATE = 0.4  # of embeddings and norms, as a share of the matrices'
 @dataclass(frozen=True)
 class Job:
     """One training run; `directory` holds its checkpoint and log. `until`: stop after this step (None: the last).
-    `by_head`: train the bundled model on with local heads."""
+    `by_head`: train the bundled model on with local heads; `latent`: with latent attention."""
 
     directory: Path
     seed: int = 0
     num_processes: int = 2
     until: int | None = None
     by_head: bool = False
+    latent: bool = False
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the model."""
+        return latent_model.make_config() if self.latent else make_config()
 
     @property
     def stages(self) -> tuple[curriculum.Stage, ...]:
         """What it reads."""
+        if self.latent:
+            return curriculum.LATENT
         return curriculum.BY_HEAD if self.by_head else curriculum.STAGES
 
     @property
@@ -63,7 +72,8 @@ class Job:
     @property
     def identity(self) -> dict[str, int]:
         """What all parts of one run share."""
-        return {"seed": self.seed, "processes": self.num_processes} | ({"by_head": 1} if self.by_head else {})
+        variants = {"by_head": 1} if self.by_head else {"latent": 1} if self.latent else {}
+        return {"seed": self.seed, "processes": self.num_processes} | variants
 
     def checkpoint(self) -> int:
         """The step of its checkpoint, 0 without one.
@@ -127,12 +137,8 @@ class _Trainer:
         self.job, self.rank, self.step = job, rank, 0
         self.attention = _Attention()
         ALL_ATTENTION_FUNCTIONS.register("kvgraft_training", self.attention)
-        self.model = LlamaForCausalLM(make_config())
+        self.model = _starting_model(job)
         self.model.set_attn_implementation("kvgraft_training")
-        if job.by_head:
-            by_head.initialise(self.model)
-        else:
-            mimetic.initialise(self.model, job.seed)
         self.lens: list[Tensor] = []
         layers = self.model.model.layers
         layers[RESOLVED_BY - 1].register_forward_hook(lambda *call: self.lens.append(call[2]))
@@ -249,6 +255,19 @@ class _Trainer:
         _restore(self.muon, self.mine, load_file(self.job.directory / f"muon-{self.rank}-{self.step}.safetensors"))
 
 
+def _starting_model(job: Job) -> PreTrainedModel:
+    if job.latent:
+        latent = DeepseekV2ForCausalLM(job.config)
+        latent_model.initialise(latent)
+        return latent
+    model = LlamaForCausalLM(job.config)
+    if job.by_head:
+        by_head.initialise(model)
+    else:
+        mimetic.initialise(model, job.seed)
+    return model
+
+
 def _schedule(step: int, stages: tuple[curriculum.Stage, ...]) -> tuple[curriculum.Stage, float]:
     """Stage and learning rate of a step."""
     rates = [*(stage.rate for stage in stages[1:]), curriculum.LAST_RATE]
@@ -279,14 +298,14 @@ class _Attention:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
         scaling: float, **_: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        batch, heads, length, d = query.shape
+        batch, heads, length = query.shape[:3]
         kv_heads = key.shape[1]
         group = heads // kv_heads
         mask = self._mask(module.layer_idx, length, group, batch)
-        rows = (query * scaling).reshape(batch * kv_heads, group * length, d).bfloat16()
-        key, value = (x.reshape(batch * kv_heads, length, d).bfloat16() for x in (key, value))
+        rows = (query * scaling).reshape(batch * kv_heads, group * length, -1).bfloat16()
+        key, value = (x.reshape(batch * kv_heads, length, -1).bfloat16() for x in (key, value))
         weights = torch.baddbmm(mask, rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
-        return torch.bmm(weights, value).view(batch, heads, length, d).transpose(1, 2), None
+        return torch.bmm(weights, value).view(batch, heads, length, -1).transpose(1, 2), None
 
     def _mask(self, layer: int, *shape: int) -> Tensor:
         """By layer and (length, group, batch); all layers but the first are alike, and only one length is kept."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2ForCausalLM, LlamaForCausalLM
 
+from kvgraft import Engine, Request, SamplingParams
 from kvgraft.testbed import MODEL_DIR, tasks, vocabulary
 from research.redknot import by_head
 from research.testbed import curriculum, mimetic, trainer
@@ -18,6 +19,7 @@ from research.testbed.batches import IDS, make_batch
 from research.testbed.curriculum import STAGES, Stage
 from research.testbed.export import export, make_tokenizer
 from research.testbed.trainer import Job, make_config, train
+from research.vortex import latent_model
 
 TINY = Stage(3, 128, 1e-3, curriculum.FIRST, max_hops=1, max_position=300)
 
@@ -179,6 +181,31 @@ def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_thr
     bundled = load_file(MODEL_DIR / "model.safetensors")["model.layers.3.mlp.up_proj.weight"].float()
     assert 0 < float((trained - bundled).norm() / bundled.norm()) < 0.2
     assert by_head.head_map("x").num_kept == 7
+
+
+def test_the_model_of_latent_attention_starts_near_the_bundled_one_and_learns(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Channels that turn fast make one key for all heads, so a part of the answers is lost until it has learned."""
+    monkeypatch.setattr(curriculum, "LATENT", (TINY, TINY))
+    job = Job(tmp_path, num_processes=1, latent=True)
+    models = {"bundled": LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)}
+    models["latent"] = DeepseekV2ForCausalLM(job.config)
+    latent_model.initialise(models["latent"])
+    batch, right = make_batch(STAGES[3], 2048, (9, 9, 9)), {}
+    with torch.no_grad():
+        for name, model in models.items():
+            logits = model(batch.token_ids, position_ids=batch.positions, use_cache=False).logits.flatten(0, 1)
+            right[name] = float((logits[batch.answers].argmax(-1) == batch.answer_labels).float().mean())
+    assert 0.3 * right["bundled"] < right["latent"] < right["bundled"]
+    train(job)
+    assert job.identity == {"seed": 0, "processes": 1, "latent": 1}
+    export(tmp_path / "model-6.safetensors", job.config, tmp_path / "model")
+    engine = Engine(tmp_path / "model", dtype="float32", num_pages=20)
+    assert engine.config.latent is not None
+    assert (
+        len(engine.generate([Request("question : code of lamp ? answer :", None, SamplingParams(max_tokens=2))])) == 1
+    )
 
 
 def test_local_heads_see_sinks_and_a_window():
