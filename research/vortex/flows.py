@@ -2,11 +2,17 @@
 sequence, as benchmarks/decode.py measures it).
 
 python -m research.vortex.flows [--k 13,29] [--flows "quest;block_topk"] [--out results/flows] [--json]
+
+Of latent attention (Figure 12), flows that see RoPE and that do not, on a model of `make testbed-latent`:
+
+python -m research.vortex.flows --model build/testbed-latent/model --context 0 --k 13,29 --out results/latent \
+    --flows "block_topk;quest;research/vortex/channels.py:channel_topk:groups=18,masked=8+17"
 """
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +35,7 @@ NAMED = ";".join((*FLOWS, *PROPOSED.values()))
 def main(
     k: Annotated[str, typer.Option(help="Blocks that flows choose, by commas.")] = "29",
     flows: Annotated[str, typer.Option(help="By semicolons.", show_default="all")] = NAMED,
+    model: Annotated[Path, typer.Option(help="That answers.", show_default="the bundled one")] = MODEL_DIR,
     out: Path = Path("results/flows"),
     seed: int = 1000,
     context: Annotated[int, typer.Option(help="Tokens at which decode steps are timed; 0 for no timing.")] = 32768,
@@ -36,10 +43,9 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Judge them; what the directory holds is not asked or timed again."""
-    sides = [f"{flow}{',' if '=' in flow else ':'}k=" for flow in flows.split(";")]
-    named = [f"{side}{count}" for count in k.split(",") for side in sides]
+    named = with_budgets(flows.split(";"), k.split(","))
     with progress_bar(Console(stderr=True), "answering") as on_progress:
-        engine = Engine(MODEL_DIR, dtype="float32")
+        engine = Engine(model, dtype="float32")
         rows = judging.evaluate(engine, named, out, seed=seed, scale=scale, on_progress=on_progress)
     speed = time_steps([DENSE, *named], context, out / SPEED) if context else {}
     found = judging.summarise(rows, speed)
@@ -49,6 +55,12 @@ def main(
         print(judging.as_json(found), end="")
     else:
         Console().print(judging.render(found))
+
+
+def with_budgets(flows: Sequence[str], budgets: Sequence[str]) -> list[str]:
+    """Every flow with every number of blocks."""
+    named = [(flow, "," if "=" in flow else ":") for flow in flows]
+    return [f"{flow}{mark}topk_blocks={count}" for count in budgets for flow, mark in named]
 
 
 def time_steps(flows: list[str], context: int, path: Path) -> dict[str, tuple[float, float]]:
