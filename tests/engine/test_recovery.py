@@ -132,7 +132,7 @@ def test_recomputing_everything_is_full_prefill(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_everything_is_full_prefill_at_length(

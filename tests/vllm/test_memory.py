@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from models import make_model
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
 def test_a_recovery_of_32000_tokens_stays_within_its_stated_bound(tmp_path: Path):
     model = make_model(

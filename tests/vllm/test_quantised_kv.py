@@ -204,7 +204,7 @@ def test_an_engine_with_it_grafts_and_stays_exact(kind: Any, plain_tokens: list[
     assert found["problems"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
     """Codes are stored, so they come back bit for bit; a server with another cache dtype finds nothing of them."""
     known = [*range(10, 400), *range(20, 230)]

@@ -100,7 +100,7 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_what_an_adapter_has_read_is_found_again_by_that_adapter(tmp_path: Path, ranks: int):
     store, paths = str(tmp_path / "store"), [make_adapter(tmp_path / name, MODEL_DIR, seed=ord(name)) for name in "ab"]
     run([], [], [KNOWN], ranks, paths[:1], store_dir=store)
