@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import align_paged
 from kvgraft.kv.rope import by_head
+from kvgraft.vllm.compat.turning import Angles, KeyTurning
 
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
@@ -28,12 +29,9 @@ class Alignment:
     """
 
     def __init__(self, host: "ModelHost", source: Tensor, target: Tensor, shifts: Tensor) -> None:
-        self._host, self._source, self._target = host, source, target
-        self._angles = {turning: turning.angles(shifts) for turning in set(host.turnings)}
-        if host.is_packed:
-            self._places = host.places_of(source)
-            heads = host.num_kv_heads
-            self._angles = {kind: found and by_head(*found, heads) for kind, found in self._angles.items()}
+        self._host, self._source, self._target, self._shifts = host, source, target, shifts
+        self._places = host.places_of(source) if host.is_packed else None
+        self._tables: dict[tuple[KeyTurning, int], Angles] = {}
 
     @staticmethod
     def most_tokens(host: "ModelHost") -> int:
@@ -52,14 +50,21 @@ class Alignment:
     def __call__(self, part: Sequence[int]) -> None:
         """Copy keys and values of one of the `parts`, and turn the keys."""
         turning = self._host.turnings[part[0]]
-        angles = self._angles[turning]
-        if self._host.is_packed:
+        if self._places is not None:
             [index] = part
             keys, values = self._host.codes_at(index, self._places)
-            turned = self._host.coded(turning.turn(keys.float(), angles))
-            self._host.write_codes(index, turned, values, self._target)
+            turned = turning.turn(keys.float(), self._angles(turning, keys.shape[1]))
+            self._host.write_codes(index, self._host.coded(turned), values, self._target)
             return
+        angles = self._angles(turning)
         if angles is None:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
         caches = [self._host.rows_of(index) for index in part]
         align_paged(caches, self._source, self._target, *angles, first=turning.first, interleaved=turning.interleaved)
+
+    def _angles(self, turning: KeyTurning, num_heads: int = 0) -> Angles:
+        """Of the shifts; laid out for keys of so many heads if there are any (a draft model may have others)."""
+        if (turning, num_heads) not in self._tables:
+            found = turning.angles(self._shifts)
+            self._tables[turning, num_heads] = by_head(*found, num_heads) if found and num_heads else found
+        return self._tables[turning, num_heads]
