@@ -76,7 +76,7 @@ def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Aske
     np.testing.assert_allclose(drafted["everything"]["draft"], drafted["off"]["draft"], atol=1e-4)
 
 
-@pytest.mark.parametrize("drafted", ["itself", ANOTHER, "eagle"], indirect=True)
+@pytest.mark.parametrize("drafted", ["itself", "another", "eagle"], indirect=True)
 def test_grafts_are_aligned_for_the_draft_model(drafted: Asked):
     """Keys and values of its first layer, which know nothing of what stands before, are what it would compute."""
     plain, grafted = (np.array(drafted[policy]["draft"])[:2] for policy in ("off", "naive"))
