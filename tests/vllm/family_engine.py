@@ -66,7 +66,7 @@ def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
     those channels that do not turn."""
     name = host.add(Ask(PROMPT, options, max_tokens=2))
     host.step_until(lambda: name in host.outputs)
-    layers = [index for index, group in enumerate(host.model.group_of) if group == 0]
+    layers = [number for number, group in enumerate(host.model.group_of) if group == 0]
     found = [host.model.read(index, host.slots(name)) for index in layers]
     values = torch.stack([-keys[..., :256] if host.model.is_latent else values for keys, values in found])
     host.finish(name)
@@ -96,6 +96,8 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
         for tokens in range(start, stop)
     ]
     facts["copied"] = bool((values_of(host, NAIVE)[:, where] == -POISON).all())
+    [follower] = host.ask(Ask(PROMPT[:96] + words(60, 7), OFF))
+    facts["beginning"] = follower.cached
     host.forget()
     facts["near_duplicates"] = near_duplicates(host)
     facts["stored"] = len(facts["groups"]) == 1 and not host.model.is_latent and stored(host)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from engines import OFF, Answer, Ask, as_answer, as_lora, as_prompt, as_sampling, start_engine
 from torch import Tensor
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 
 class Host:
@@ -145,22 +146,27 @@ class Host:
         return (torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
 
     def read_kv(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all layers, each [L, n, Hkv, d]."""
-        pairs = [self.model.read(layer, slots) for layer in range(self.model.num_layers)]
+        """Keys and values of all attention layers, each [L, n, Hkv, d]."""
+        pairs = [self.model.read(layer, slots) for layer in range(self.model.draft_attentions.start)]
         keys, values = zip(*pairs, strict=True)
         return torch.stack(keys), torch.stack(values)
 
     def write_kv(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `read_kv` reads them."""
-        for layer in range(self.model.num_layers):
+        for layer in range(self.model.draft_attentions.start):
             self.model.write(layer, keys[layer].to(self.model.dtype), values[layer].to(self.model.dtype), slots)
 
     def poison(self, blocks: Iterable[int], value: float = 3.0) -> None:
-        """Fill blocks with something that was never computed; finite, so that no check can notice it."""
-        if not (slots := self.slots_of(blocks)).numel():
-            return
-        shape = (self.model.num_layers, len(slots), self.model.num_kv_heads, self.model.head_dim)
-        self.write_kv(slots, torch.full(shape, value), torch.full(shape, -value))
+        """Fill blocks with something that was never computed; finite, so that no check can notice it. What is known
+        of a block is of one group, whose layers alone have it: others may lay it out in another way."""
+        blocks, pool = list(blocks), self.manager.block_pool.blocks
+        groups = [self.known.groups.main, *self.known.groups.others]
+        of_block = {b: get_group_id(pool[b].block_hash) for b in blocks if pool[b].block_hash is not None}
+        for at in range(self.model.draft_attentions.start):
+            group = groups[self.model.group_of[at]]
+            slots = self.slots_of(block for block in blocks if of_block.get(block, group) == group)
+            keys, values = self.model.read(at, slots)
+            self.model.write(at, torch.full_like(keys, value), torch.full_like(values, -value), slots)
 
     def poison_known(self) -> int:
         """Poison all that vLLM or the index could offer to somebody; how many blocks."""

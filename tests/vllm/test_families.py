@@ -79,6 +79,7 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
     assert 0 < facts["default"]["report"]["recomputed_tokens"] < 60
     assert facts["copied"], "grafted values are those of the source"
     assert facts["poisoned"]["tokens"] != naive["tokens"]
+    assert facts["beginning"] == 96, "what stands before the grafts is an exact prefix for others"
     assert facts["elsewhere"] == 0
     assert facts["problems"] == []
     assert facts["wrong"] == [], "exact answers beside grafts are plain vLLM's"

@@ -9,17 +9,18 @@ import torch
 import warm
 from engines import ENVIRONMENT, words
 from test_compat import configure
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.vllm.compat import support
+from kvgraft.vllm.compat import support, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.server.arguments import parse
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32
+REQUESTS = 40
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +122,48 @@ def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Pa
         assert tokens == expected(native, prompt, max_tokens)
 
 
+@pytest.fixture(scope="module")
+def grafts(model: Path, head_map: Path) -> dict[str, Any]:
+    """What is reused of known text where local heads keep sinks and windows, and plain vLLM's answers on such heads."""
+    engine = settings_of(head_map, num_gpu_blocks_override=600)
+    job = {"model": str(model), "engine": engine, "latent": False, "requests": REQUESTS}
+    facts: dict[str, Any] = warm.run(Path(__file__).with_name("family_engine.py"), job, **ENVIRONMENT)
+    return facts
+
+
+@pytest.mark.slow
+def test_grafts_go_beside_heads_that_keep_sinks_and_windows(grafts: dict[str, Any]):
+    plain = grafts["plain"]
+    assert grafts["groups"].count("SinkWindowSpec") > 1
+    for policy in ("sparsex", "spread"):  # all of it recomputed
+        assert grafts[policy]["tokens"] == plain
+        assert grafts[policy]["report"]["recomputed_tokens"] == grafts[policy]["report"]["grafted_tokens"] > 480
+    assert grafts["naive"]["report"]["grafted_tokens"] > 480
+    assert grafts["copied"], "grafted values are those of the source"
+    assert grafts["poisoned"]["tokens"] != grafts["naive"]["tokens"]
+    assert grafts["beginning"] == 96, "what stands before the grafts is an exact prefix for others"
+    assert grafts["elsewhere"] == 0
+    assert grafts["problems"] == []
+    assert grafts["wrong"] == [], "exact answers beside grafts are those without"
+    assert grafts["num_exact"] > REQUESTS / 4
+    assert grafts["counts"]["outcome grafted"] > 1
+    assert grafts["near_duplicates"]["tokens"] == grafts["plain_edited"]
+    assert grafts["documents"]["reason"] == "unsupported_model"
+    assert grafts["redknot"]["report"]["grafted_tokens"] == grafts["redknot"]["report"]["recomputed_tokens"] > 480
+    assert grafts["with windows"]["grafted_tokens"] > 480
+
+
 def config_of(model: Path, **changes: Any) -> VllmConfig:
     return configure(**{"model": str(model), "worker_cls": "auto", "kv_transfer_config": None} | changes)
 
 
 def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Path, tmp_path: Path):
     assert check_head_map(config_of(model), str(head_map)).window == WINDOW
-    from kvgraft.vllm.compat import transfer_config
-
+    assert check_head_map(config_of(model, kv_transfer_config=transfer_config()), str(head_map)).window == WINDOW
+    theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     for changes, reason in (
         ({"tensor_parallel_size": 2}, "2 ranks: all would have to have heads of the same classes"),
-        ({"kv_transfer_config": transfer_config()}, "KV connector 'KVGraftConnector'"),
+        ({"kv_transfer_config": theirs}, "KV connector 'ExampleConnector'"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "the hybrid KV cache manager off"),
         (
@@ -172,9 +204,11 @@ def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
 
 def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_path: Path):
     args = parse([str(model), "--kvgraft-head-paging"])
+    given_plain = [str(model), "--kvgraft-head-paging", "--no-kvgraft"]
     assert args.hf_overrides == {"architectures": ["KVGraftByHeadQwen3ForCausalLM"]}
     assert args.additional_config == {"kvgraft_head_map": str(head_map)}
-    assert (args.no_kvgraft, args.kv_transfer_config) == (True, None)
+    assert args.kv_transfer_config.kv_connector == "KVGraftConnector"
+    assert parse([*given_plain, "--kvgraft-head-map", str(head_map)]).kv_transfer_config is None
     elsewhere = head_map.rename(tmp_path / "map.json")
     given = [str(model), "--kvgraft-head-paging", "--kvgraft-head-map", str(elsewhere)]
     assert parse(given).additional_config == {"kvgraft_head_map": str(elsewhere)}
@@ -182,7 +216,8 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
         parse(given[:2])
     elsewhere.rename(head_map)
     for more, message in (
-        (["--kvgraft-policy", "naive"], "--kvgraft-policy does not go with --kvgraft-head-paging"),
+        (["--kvgraft-store-ram-gib", "1"], "--kvgraft-store-ram-gib does not go with --kvgraft-head-paging"),
+        (["--flow", "quest"], "--kvgraft-flow does not go with --kvgraft-head-paging"),
         (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-paging"),
     ):
         with pytest.raises(ValueError, match=message):

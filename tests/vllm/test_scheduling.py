@@ -139,7 +139,7 @@ def test_a_long_recovery_spends_its_budget_and_lets_others_decode(
     run_layer, advance = host.model.run_layer, host.queue.advance
 
     def counting_run_layer(index: int, metadata: Any, slots: Any, *rest: Any) -> Any:
-        rows.append(len(slots))
+        rows.append(slots.shape[1])
         return run_layer(index, metadata, slots, *rest)
 
     def recording_advance(budget: int) -> Any:

@@ -99,7 +99,7 @@ class NativePrefill(PagedPrefill):
             raise ValueError(f"no residual stream is kept at layer {index}: kept are {list(self.residual_layers)}")
         if bool((where & ~self.plan.grafted).any()):
             raise ValueError("only grafted tokens have a residual stream from before")
-        return Hidden(self._cache.residuals[index][self._slots_of(index, where)[0]], where)
+        return Hidden(self._cache.residuals[index][self._slots_of(where)[0]], where)
 
     def logits(self, hidden: Hidden) -> Tensor:
         return self._decoder.logits(hidden.states)

@@ -17,8 +17,8 @@ class PagedPrefill(PrefillContext):
     """One prefill pass over a paged cache.
 
     Args:
-        slots: per prompt, int64 [..., >= its length] slots of its positions, on the cache's device; [page lists, T] if
-            heads have lists of their own.
+        slots: per prompt, int64 [lists, >= its length] slots of its positions, on the cache's device: several lists
+            where heads or layers have pages of their own.
         scale: of the attention logits.
 
     Attributes:
@@ -41,11 +41,11 @@ class PagedPrefill(PrefillContext):
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        """Keys in these slots [..., n]: [n, Hkv, d]."""
+        """Keys in these slots [lists, n]: [n, Hkv, d]."""
 
     @abstractmethod
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Add keys and values [n, Hkv, d] to those in these slots [..., n]."""
+        """Add keys and values [n, Hkv, d] to those in these slots [lists, n]."""
 
     @abstractmethod
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,15 +55,15 @@ class PagedPrefill(PrefillContext):
         return self._last_query()[2]
 
     def keys(self, index: int, where: Tensor) -> Tensor:
-        return self._keys_at(index, self._slots_of(index, where))
+        return self._keys_at(index, self._slots_of(where))
 
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        return self._kv_at(index, self._slots_of(index, where))
+        return self._kv_at(index, self._slots_of(where))
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         if bool((where & ~self.plan.grafted).any()):
             raise ValueError("only the KV of grafted tokens may be changed: any other is exact, or computed here")
-        self._add_at(index, self._slots_of(index, where), keys, values)
+        self._add_at(index, self._slots_of(where), keys, values)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""
@@ -73,13 +73,13 @@ class PagedPrefill(PrefillContext):
         with self._timed("select"):
             scores = torch.zeros(self.plan.num_tokens)
             chosen = queries[where]  # bool [n]
-            for prompt, slots in zip(self.plan.prompts, self._slots_at(index), strict=True):
+            for prompt, slots in zip(self.plan.prompts, self._slots, strict=True):
                 if not self.plan.grafted[prompt].any():
                     continue
                 before = int(where[: prompt.start].sum())
                 mine = slice(before, before + int(where[prompt].sum()))
                 positions = self.plan.positions[prompt][queries[prompt]].to(slots.device)
-                keys = self._keys_at(index, slots[..., : prompt.stop - prompt.start])
+                keys = self._keys_at(index, slots[:, : prompt.stop - prompt.start])
                 scores[prompt] = attention_mass(
                     query[mine][chosen[mine]], keys, positions, self._scale, reduction
                 ).cpu()
@@ -108,22 +108,18 @@ class PagedPrefill(PrefillContext):
         """Per prompt the positions that are set in `where` bool [T]."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
-    def _graft_slots(self, index: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots, target slots [..., g] at a layer and shifts of the tokens to copy, int64 [g] on the cache's
-        device."""
-        target = self._slots_of(index, self.plan.grafted & ~self.plan.in_place)
+    def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Source slots, target slots [lists, g] and shifts of the tokens to copy, int64 [g] on the cache's device."""
+        target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         return self.plan.graft_sources.to(target.device), target, self.plan.graft_shifts.to(target.device)
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
-    def _slots_at(self, index: int) -> Sequence[Tensor]:
-        """Slots by prompt at a layer; hosts may have others for some layers."""
-        return self._slots
-
-    def _slots_of(self, index: int, where: Tensor) -> Tensor:
-        pairs = zip(self._slots_at(index), self.plan.prompts, strict=True)
-        return torch.cat([slots[..., : p.stop - p.start][..., where[p].to(slots.device)] for slots, p in pairs], dim=-1)
+    def _slots_of(self, where: Tensor) -> Tensor:
+        """Of the tokens that are set in `where` bool [T]: int64 [lists, n]."""
+        pairs = zip(self._slots, self.plan.prompts, strict=True)
+        return torch.cat([slots[:, : p.stop - p.start][:, where[p].to(slots.device)] for slots, p in pairs], dim=1)
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

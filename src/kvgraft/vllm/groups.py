@@ -12,6 +12,8 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from kvgraft.vllm.heads.spec import SinkWindowSpec
+
 NULL_PAGE = 0  # what a block table has in the place of a block that is given back
 
 
@@ -57,7 +59,7 @@ class CacheGroups:
 
     def __init__(self, block_pool: Any, managers: Sequence[Any], specs: Sequence[Any], block_size: int) -> None:
         self.main, *self.others = order_of(specs)
-        self._pool, self._managers, self._block_size = block_pool, managers, block_size
+        self._pool, self._managers, self._specs, self._block_size = block_pool, managers, specs, block_size
 
     @classmethod
     def of(cls, kv_cache_manager: Any, block_size: int) -> "CacheGroups":
@@ -77,22 +79,39 @@ class CacheGroups:
         """Pages that a prompt of so many tokens, of which so many are hits, needs in the other groups together while it
         is recovered."""
         blocks, first = -(-num_tokens // self._block_size), num_prefix // self._block_size
-        return sum(blocks - min(first, self._num_left_out(group, num_tokens)) for group in self.others)
+        hits = range(first)
+        return sum(blocks - len(_both(hits, self._left_out(group, num_tokens))) for group in self.others)
 
     def reserve(self, prefix_hashes: Sequence[Any], num_tokens: int) -> Reserved:
         """Hold what a recovery of a prompt needs; ValueError if there are not so many free pages."""
         reserved, first = Reserved(), len(prefix_hashes)
         for group in self.others:
-            seen = range(self._num_left_out(group, first * self._block_size), first)
+            left_out = self._left_out(group, first * self._block_size)
+            seen = [block for block in range(first) if block not in left_out]
             found = {block: self._pool.get_cached_block(prefix_hashes[block], [group]) for block in seen}
             before = {block: pages[0].block_id for block, pages in found.items() if pages}
             self._pool.touch([self._pool.blocks[page] for page in before.values()])
             reserved.before.append(before)
         for group in self.others:
-            left_out = range(first, self._num_left_out(group, num_tokens))
-            pages = self._pool.get_new_blocks(len(left_out)) if left_out else []
-            reserved.scratch.append({block: page.block_id for block, page in zip(left_out, pages, strict=True)})
+            left_out = self._left_out(group, num_tokens)
+            new = _both(range(first, left_out.stop), left_out)
+            pages = self._pool.get_new_blocks(len(new)) if new else []
+            reserved.scratch.append({block: page.block_id for block, page in zip(new, pages, strict=True)})
         return reserved
+
+    def keep(self, reserved: Reserved, request: Any) -> None:
+        """Let what was recovered into blocks that the request's tables leave out be found by its hashes, as what vLLM
+        computes and leaves behind is."""
+        for group, scratch in zip(self.others, reserved.scratch, strict=True):
+            first = min(scratch, default=0)
+            self._pool.cache_full_blocks(
+                request=request,
+                blocks=[self._pool.null_block] * first + [self._pool.blocks[page] for page in scratch.values()],
+                num_cached_blocks=first,
+                num_full_blocks=min(first + len(scratch), len(request.block_hashes)),
+                block_size=self._block_size,
+                kv_cache_group_id=group,
+            )
 
     def release(self, reserved: Reserved) -> None:
         """Give it back."""
@@ -123,6 +142,12 @@ class CacheGroups:
         """All pages of a request, whatever the group."""
         return {page for table in block_ids for page in table}
 
-    def _num_left_out(self, group: int, num_tokens: int) -> int:
-        """Leading blocks that the table of a request leaves out when so many tokens are computed."""
-        return int(self._managers[group].get_num_skipped_tokens(num_tokens)) // self._block_size
+    def _left_out(self, group: int, num_tokens: int) -> range:
+        """Blocks that the table of a request leaves out when so many tokens are computed."""
+        skipped, spec = int(self._managers[group].get_num_skipped_tokens(num_tokens)), self._specs[group]
+        return spec.left_out(skipped) if isinstance(spec, SinkWindowSpec) else range(skipped // self._block_size)
+
+
+def _both(some: range, others: range) -> range:
+    """What is in both."""
+    return range(max(some.start, others.start), min(some.stop, others.stop))

@@ -44,13 +44,13 @@ class HeadwisePrefill(VllmPrefill):
         keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
         for chunk in self._chunks_of(hidden.where):
             with self._timed(self._stage(hidden)):
-                slots = chunk.slots[self._host.group_of[index]]
-                new_keys, new_values = keys[chunk.rows], values[chunk.rows]
+                slots, new_keys, new_values = chunk.slots, keys[chunk.rows], values[chunk.rows]
                 if any(reused):
-                    (old_keys, old_values), mine = self._host.read(index, slots), keeps[chunk.rows].to(slots.device)
+                    old_keys, old_values = self._host.read_layer(index, slots)
+                    mine = keeps[chunk.rows].to(slots.device)
                     new_keys = torch.where(mine, old_keys, new_keys)
                     new_values = torch.where(mine, old_values, new_values)
-                self._host.write(index, new_keys, new_values, slots)
+                self._host.write_layer(index, new_keys, new_values, slots)
         self._query = (index, hidden.where, query)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
@@ -60,8 +60,8 @@ class HeadwisePrefill(VllmPrefill):
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
         heads = LayerHeads(tuple(range(count)), (0,) * count, local)
         with self._timed(stage):
-            [slots] = self._slots_at(index)
-            copied = self._host.read(index, slots[: self.plan.num_tokens])
+            [slots] = self._slots
+            copied = self._host.read_layer(index, slots[:, : self.plan.num_tokens])
             keys, values = (rows.transpose(0, 1).contiguous() for rows in copied)  # [Hkv, T, d]
         for chunk, layout in zip(self._chunks_of(hidden.where), self._layouts, strict=True):
             self._spend(chunk.positions.numel() // ATTEND)
@@ -103,8 +103,8 @@ class HeadwisePrefill(VllmPrefill):
         for chunk in self._chunks_of(hidden.where):
             self._spend(chunk.positions.numel() // PROJECT)
             with self._timed(self._stage(hidden)):
-                before, slots = entering(index, hidden.states[chunk.rows]), chunk.slots[self._host.group_of[index]]
-                parts.append(self._host.heads_of(index, slots, chunk.positions, *before))
+                before = entering(index, hidden.states[chunk.rows])
+                parts.append(self._host.heads_of(index, chunk.slots, chunk.positions, *before))
         return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
     def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:

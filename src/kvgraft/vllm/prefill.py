@@ -28,7 +28,7 @@ class PrefillChunk:
 
     rows: slice
     positions: Tensor  # int64 [n]
-    slots: list[Tensor]  # by group, int64 [n]
+    slots: Tensor  # int64 [groups, n]
     runs: list[tuple[int, int, int]]  # prompt, first position, stop position
     metadata: list[Any] | None = None
 
@@ -57,11 +57,8 @@ class VllmPrefill(PagedPrefill):
     ) -> None:
         offsets = np.arange(plan.block_size)
         self._tables = list(zip(*tables, strict=True))  # by group, by prompt
-        self._group_slots = [
-            [torch.from_numpy((table[:, None] * plan.block_size + offsets).ravel()).to(host.device) for table in group]
-            for group in self._tables
-        ]
-        super().__init__(plan, self._group_slots[0], host.scale)
+        by_prompt = [(np.stack(own)[..., None] * plan.block_size + offsets).reshape(len(own), -1) for own in tables]
+        super().__init__(plan, [torch.from_numpy(slots).to(host.device) for slots in by_prompt], host.scale)
         self._source_pages = torch.from_numpy(np.unique(source_pages, axis=0))
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
@@ -81,26 +78,27 @@ class VllmPrefill(PagedPrefill):
         return Hidden(embed(self._host, self._token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
-        for group in range(len(self._tables)):
-            self._align(group, [index for index in layers if self._host.group_of[index] == group])
+        self._align([at for index in layers for at in self._host.attentions_of(index)])
         if self.residual_layers and self.plan.graft_targets.numel():
             source, target, _ = self._graft_slots()
-            for old, new in zip(source.split(COPIED_TOKENS), target.split(COPIED_TOKENS), strict=True):
+            for old, new in zip(source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True):
                 self._host.residuals.copy(old, new)
 
-    def _align(self, group: int, layers: Sequence[int]) -> None:
-        """Copy grafted keys and values of these layers, which share block tables, and turn the keys."""
-        if not layers or not self.plan.graft_targets.numel():
+    def _align(self, attentions: Sequence[int]) -> None:
+        """Copy grafted keys and values of these attention layers, and turn the keys."""
+        if not self.plan.graft_targets.numel():
             return
-        source, target, shifts = self._graft_slots(layers[0])
-        source = self._counterparts(group, source)
+        source, targets, shifts = self._graft_slots()
         size = Alignment.most_tokens(self._host)
-        for tokens in zip(*(x.split(size) for x in (source, target, shifts)), strict=True):
-            alignment = Alignment(self._host, *tokens)
-            for part in alignment.parts(layers):
-                self._spend(len(part) * tokens[0].numel() // ALIGN_COST)
-                with self._timed("align"):
-                    alignment(part)
+        for group, target in enumerate(targets):
+            own = [at for at in attentions if self._host.group_of[at] == group]
+            slots = self._counterparts(group, source), target, shifts
+            for tokens in zip(*(x.split(size) for x in slots), strict=True) if own else ():
+                alignment = Alignment(self._host, *tokens)
+                for part in alignment.parts(own):
+                    self._spend(len(part) * tokens[0].numel() // ALIGN_COST)
+                    with self._timed("align"):
+                        alignment(part)
 
     def draft(self, hidden: Hidden) -> None:
         """Let the draft model know the prompts, if there is one: its keys and values of grafted tokens are aligned,
@@ -108,7 +106,7 @@ class VllmPrefill(PagedPrefill):
         drafter = self._host.drafter
         if drafter is None:
             return
-        self._align(0, range(self.num_layers, len(self._host.attentions)))
+        self._align(self._host.draft_attentions)
         where = hidden.where.clone()
         where[[prompt.stop - 1 for prompt in self.plan.prompts]] = False
         entered = [self._entered[index] for index in drafter.entering]
@@ -140,7 +138,7 @@ class VllmPrefill(PagedPrefill):
         return pages[found, group] * self.block_size + slots % self.block_size
 
     def residual(self, index: int, where: Tensor) -> Hidden:
-        return Hidden(self._host.residuals.read(index, self._slots_of(index, where)), where)
+        return Hidden(self._host.residuals.read(index, self._slots_of(where)[0]), where)
 
     def logits(self, hidden: Hidden) -> Tensor:
         return self._host.logits(hidden.states)
@@ -159,9 +157,8 @@ class VllmPrefill(PagedPrefill):
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
                 before = entering(index, hidden.states[chunk.rows])
-                slots = chunk.slots[self._host.group_of[index]]
                 after = self._host.run_layer(
-                    index, chunk.metadata, slots, chunk.positions, *before, before_attention=before_attention
+                    index, chunk.metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
                 )
                 states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
                 queries.append(after[2])
@@ -179,8 +176,7 @@ class VllmPrefill(PagedPrefill):
                 self._forget_metadata()
             with self._timed("select"):
                 before = entering(index, hidden.states[chunk.rows])
-                slots = chunk.slots[self._host.group_of[index]]
-                queries.append(self._host.project(index, slots, chunk.positions, *before))
+                queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
         self._query = (index, hidden.where, torch.cat(queries))
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
@@ -189,22 +185,19 @@ class VllmPrefill(PagedPrefill):
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         return self.over_heads(super().scores(index, queries, reduction), reduction)
 
-    def _slots_at(self, index: int) -> Sequence[Tensor]:
-        return self._group_slots[self._host.group_of[index]]
-
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(shifts.to(self._host.device))
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._host.read(index, slots)[0]
+        return self._host.read_layer(index, slots)[0]
 
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._host.read(index, slots)
+        return self._host.read_layer(index, slots)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        for part in torch.arange(slots.numel(), device=slots.device).split(COPIED_TOKENS):
-            old_keys, old_values = self._host.read(index, slots[part])
-            self._host.write(index, old_keys + keys[part], old_values + values[part], slots[part])
+        for part in torch.arange(slots.shape[1], device=slots.device).split(COPIED_TOKENS):
+            old_keys, old_values = self._host.read_layer(index, slots[:, part])
+            self._host.write_layer(index, old_keys + keys[part], old_values + values[part], slots[:, part])
 
     def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
         if self._where is None or not self._where.equal(where):
@@ -216,17 +209,14 @@ class VllmPrefill(PagedPrefill):
     def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
         device, total = self._host.device, sum(p.numel() for p in positions)
         where = torch.cat(list(positions)).to(device)
-        slots = [
-            torch.cat([s[p.to(device)] for s, p in zip(group, positions, strict=True)]) for group in self._group_slots
-        ]
+        slots = torch.cat([own[:, p.to(device)] for own, p in zip(self._slots, positions, strict=True)], dim=1)
         prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
         edges = [*range(0, total, self._host.max_rows), total]
         flat = torch.cat(list(positions)).numpy()
         chunks = []
         for first, stop in pairwise(edges):
             runs = _runs(prompts[first:stop], flat[first:stop])
-            own = [part[first:stop] for part in slots]
-            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], own, runs))
+            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], slots[:, first:stop], runs))
         return chunks
 
     def _forget_metadata(self) -> None:

@@ -1,6 +1,7 @@
 """Copies of cached tokens at other positions ("align") in vLLM's cache, many layers at a time (SparseX, 3.1)."""
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import align_paged
 from kvgraft.kv.rope import by_head
+from kvgraft.vllm.compat.layer_caches import Places
 from kvgraft.vllm.compat.turning import Angles, KeyTurning
 
 if TYPE_CHECKING:
@@ -30,29 +32,28 @@ class Alignment:
 
     def __init__(self, host: "ModelHost", source: Tensor, target: Tensor, shifts: Tensor) -> None:
         self._host, self._source, self._target, self._shifts = host, source, target, shifts
-        self._places = host.places_of(source) if host.is_packed else None
         self._tables: dict[tuple[KeyTurning, int], Angles] = {}
 
     @staticmethod
     def most_tokens(host: "ModelHost") -> int:
         """How many tokens it should be given."""
-        return PACKED_TOKENS if host.is_packed else TOKENS
+        return PACKED_TOKENS if host.device.type == "cpu" else TOKENS
 
     def parts(self, layers: Sequence[int]) -> list[list[int]]:
         """These layers, by which of them go in one call."""
         alike: dict[Hashable, list[int]] = {}
         for index in layers:
             rows = self._host.rows_of(index)
-            form: Hashable = index if self._host.is_packed else (self._host.turnings[index], rows.shape, rows.stride())
+            alone = self._host.is_packed(index)
+            form: Hashable = index if alone else (self._host.turnings[index], rows.shape, rows.stride())
             alike.setdefault(form, []).append(index)
         return list(alike.values())
 
     def __call__(self, part: Sequence[int]) -> None:
         """Copy keys and values of one of the `parts`, and turn the keys."""
-        turning = self._host.turnings[part[0]]
-        if self._places is not None:
-            [index] = part
-            keys, values = self._host.codes_at(index, self._places)
+        index, turning = part[0], self._host.turnings[part[0]]
+        if self._host.is_packed(index):
+            keys, values = self._host.codes_at(index, self._packed_places)
             turned = turning.turn(keys.float(), self._angles(turning, keys.shape[1]))
             self._host.write_codes(index, self._host.coded(turned), values, self._target)
             return
@@ -61,6 +62,11 @@ class Alignment:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
         caches = [self._host.rows_of(index) for index in part]
         align_paged(caches, self._source, self._target, *angles, first=turning.first, interleaved=turning.interleaved)
+
+    @cached_property
+    def _packed_places(self) -> Places:
+        """Of the sources, where blocks are packed."""
+        return self._host.places_of(self._source, packed=True)
 
     def _angles(self, turning: KeyTurning, num_heads: int = 0) -> Angles:
         """Of the shifts; laid out for keys of so many heads if there are any (a draft model may have others)."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+from kvgraft.vllm.heads.attention import HeadAttention
+
 
 class DecoderLayer:
     """One decoder layer.
@@ -18,20 +20,23 @@ class DecoderLayer:
     that vLLM runs through transformers). Here every layer has both; with one sum the residual is zero.
 
     Attributes:
-        attention: vLLM's attention layer in it, which knows its part of the cache; `block`: what projects to it and
-            from it.
+        attentions: vLLM's attention layers in it, which know their parts of the cache: one, or one for each KV head.
+        attention: what is given all queries, keys and values: that one, or what hands them out; `block`: what projects
+            to it and from it.
         rotary: what rotates its queries and keys; None if nothing does.
 
     Raises:
-        ValueError: there is not one attention layer in it.
+        ValueError: there is not one attention layer in it, or one for each KV head.
     """
 
     def __init__(self, module: nn.Module) -> None:
         found = [part for part in module.modules() if isinstance(part, Attention | MLAAttention)]
-        if len(found) != 1:
+        by_head = next((part for part in module.modules() if isinstance(part, HeadAttention)), None)
+        if len(found) != 1 and by_head is None:
             raise ValueError(f"{type(module).__name__} has {len(found)} attention layers: only one is supported")
         self.module = module
-        self.attention: Any = found[0]
+        self.attentions: list[Any] = found
+        self.attention: Any = found[0] if by_head is None else by_head
         self.block: Any = next(child for child in module.children() if found[0] in child.modules())
         self.rotary: Any = next((part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")), None)
         self._signature = inspect.signature(module.forward)

@@ -2,6 +2,8 @@
 
 from vllm.config import VllmConfig
 
+from kvgraft.vllm.compat import BY_HEAD
+
 PLAIN = (  # attention to the whole prompt, every channel of a head turning: what `samkv` and `condense` can compute
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -34,10 +36,21 @@ ARCHITECTURES = (
 FLOWS = (*PLAIN, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
 
 
+def architecture_of(config: VllmConfig) -> str:
+    """The model class that vLLM has resolved, not only what the checkpoint says; without what we put before it."""
+    architecture: str = config.model_config.architecture
+    return architecture.removeprefix(BY_HEAD)
+
+
+def is_by_head(config: VllmConfig) -> bool:
+    """Whether each KV head is an attention layer (`vllm/heads`)."""
+    return bool(config.model_config.architecture.startswith(BY_HEAD))
+
+
 def is_plain(config: VllmConfig) -> bool:
-    """Whether all layers see the whole prompt and turn all channels of their keys: what documents need."""
+    """Whether all layers see the whole prompt and turn all channels of their keys, as far as their heads let them."""
     text = config.model_config.hf_text_config
     partial = (text.rope_parameters or {}).get("partial_rotary_factor") or 1.0
     windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     slides = windows or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
-    return config.model_config.architecture in PLAIN and partial == 1.0 and not slides
+    return architecture_of(config) in PLAIN and partial == 1.0 and not slides

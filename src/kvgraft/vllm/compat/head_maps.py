@@ -7,13 +7,13 @@ from vllm.config import VllmConfig
 
 from kvgraft.engine.profiles import load_head_map
 from kvgraft.kv.heads import HeadMap
-from kvgraft.vllm.compat.families import IN_STEPS, is_plain
+from kvgraft.vllm.compat.families import IN_STEPS, architecture_of, is_plain
 from kvgraft.vllm.settings import KVGraftSettings
 
 
 def works_by_head(config: VllmConfig) -> bool:
     """Whether policies that work head by head can be run by the layers of this model."""
-    return config.model_config.architecture in IN_STEPS and is_plain(config)
+    return architecture_of(config) in IN_STEPS and is_plain(config)
 
 
 def find_head_map(config: VllmConfig) -> HeadMap | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.platforms import current_platform
 
 from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, decode, encode
@@ -36,7 +35,6 @@ class LayerCaches:
         num_kv_heads, head_dim: of what is cached of a token.
         cache_dtype: as vLLM calls it; `code_dtype`: of what the cache holds.
         is_latent: whether keys are latents (MLA) and values have no channels.
-        is_packed: whether blocks lie as an instruction set of CPUs wants them, not as rows of numbers.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
@@ -54,7 +52,6 @@ class LayerCaches:
         self.attentions, self.dtype, self.device = attentions, dtype, device
         self.block_size, self._kernel_block_size = block_size, kernel_block_size
         self.is_latent = latent.is_latent(first)
-        self.is_packed = current_platform.is_cpu() and not self.is_latent
         self.num_kv_heads: int = 1 if self.is_latent else first.num_kv_heads
         self.head_dim: int = first.head_size
         self.cache_dtype: str = first.kv_cache_dtype
@@ -72,12 +69,16 @@ class LayerCaches:
 
     def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As `read`, but without their scales where the cache is quantised: as the cache holds them."""
-        return self.codes_at(index, self.places_of(slots))
+        return self.codes_at(index, self.places_of(slots, packed=self.is_packed(index)))
 
-    def places_of(self, slots: Tensor) -> Places:
+    def is_packed(self, index: int) -> bool:
+        """Whether blocks lie as an instruction set of CPUs wants them, not as rows of numbers."""
+        return hasattr(self.attentions[index], "isa")
+
+    def places_of(self, slots: Tensor, *, packed: bool) -> Places:
         """Of slots int64 [n]."""
         blocks, offsets = slots // self._kernel_block_size, slots % self._kernel_block_size
-        if not self.is_packed:
+        if not packed:
             return Places(blocks, offsets)
         blocks, inverse = torch.unique(blocks, return_inverse=True)
         rows = inverse * self._kernel_block_size + offsets
@@ -87,7 +88,7 @@ class LayerCaches:
 
     def codes_at(self, index: int, places: Places) -> tuple[Tensor, Tensor]:
         """As `read_codes`."""
-        if self.is_packed:
+        if self.is_packed(index):
             attention = self.attentions[index]
             taken = attention.kv_cache.index_select(0, places.blocks)
             packed = unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)  # [b, H, N, d]
@@ -159,15 +160,17 @@ class LayerCaches:
 
     def _check_layout(self) -> None:
         """Write to the null block, which nothing reads, and read it back."""
-        name = type(self.attentions[0].impl).__name__
+        kinds = {type(attention.impl).__name__: at for at, attention in enumerate(self.attentions)}
         if any(attention._k_scale.numel() != 1 for attention in self.attentions):
-            raise UnsupportedConfiguration(f"KVGraft cannot read KV of {name} with a scale for each head")
+            raise UnsupportedConfiguration(f"KVGraft cannot read KV of {', '.join(kinds)} with a scale for each head")
         generator = torch.Generator().manual_seed(0)
         shape = (self.block_size, self.num_kv_heads, self.head_dim)
         drawn = [torch.randn(shape, generator=generator).to(self.device, self.code_dtype) for _ in range(2)]
         slots = torch.arange(self.block_size, device=self.device)
-        self.write_codes(0, drawn[0], drawn[1], slots)
-        again = self.read_codes(0, slots)
-        pairs = [*zip(again, drawn, strict=True)][: 1 if self.is_latent else 2]
-        if not all(torch.equal(found.float(), codes.float()) for found, codes in pairs):
-            raise UnsupportedConfiguration(f"KVGraft cannot read the KV cache layout of {name} ({self.cache_dtype})")
+        for name, at in kinds.items():
+            self.write_codes(at, drawn[0], drawn[1], slots)
+            again = self.read_codes(at, slots)
+            pairs = [*zip(again, drawn, strict=True)][: 1 if self.is_latent else 2]
+            if not all(torch.equal(found.float(), codes.float()) for found, codes in pairs):
+                layout = f"the KV cache layout of {name} ({self.cache_dtype})"
+                raise UnsupportedConfiguration(f"KVGraft cannot read {layout}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,12 @@ class ModelHost(LayerCaches):
         residual_layers: layers of which the residual stream that enters them is kept.
 
     Attributes:
-        attentions: of the model's layers, and behind them those of the draft model, if there is one.
+        attentions: of the decoder layers, one each, or one for each KV head; behind them those of the draft model, if
+            there is one.
         group_of: by attention layer, the number of its KV cache group, 0 being the main one (see `groups`).
-        turnings: by attention layer, how its keys turn; `windows`: how many tokens back it sees (None: all).
+        turnings: by attention layer, how its keys turn.
+        windows: by decoder layer, how many tokens back it sees (None: all).
+        num_kv_heads: of a decoder layer.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -58,8 +62,11 @@ class ModelHost(LayerCaches):
         groups = [(order.index(number), group) for number, of in enumerate(runner.attn_groups) for group in of]
         self._builders = [group.get_metadata_builder() for _, group in groups]
         sizes = int(self.config.cache_config.block_size), int(self._builders[0].kv_cache_spec.block_size)
-        attentions = [layer.attention for layer in self.layers]
+        attentions = [attention for layer in self.layers for attention in layer.attentions]
         super().__init__(attentions, self.config.model_config.dtype, runner.device, *sizes)
+        stops = np.cumsum([len(layer.attentions) for layer in self.layers]).tolist()
+        self._attentions_of = [range(*edges) for edges in pairwise([0, *stops])]
+        self.num_kv_heads *= len(self._attentions_of[0])
         self._group_of_builder = [number for number, _ in groups]
         names = [attention.layer_name for attention in attentions]
         places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}
@@ -67,9 +74,11 @@ class ModelHost(LayerCaches):
         self.group_of = [self._group_of_builder[place] for place in self._builder_of]
         self.scale = float(attentions[0].impl.scale)
         self.turnings = [
-            turning_of(self.config, layer.rotary, index, self.head_dim) for index, layer in enumerate(self.layers)
+            turning_of(self.config, layer.rotary, index, self.head_dim)
+            for index, layer in enumerate(self.layers)
+            for _ in layer.attentions
         ]
-        self.windows = [window_of(attention) for attention in attentions]
+        self.windows = [window_of(layer.attention) for layer in self.layers]
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
         self._check_turning()
         self.drafter = Drafter(runner) if has_draft_model(self.config) else None
@@ -79,15 +88,43 @@ class ModelHost(LayerCaches):
             self.turnings += [KeyTurning(self.drafter.rope)] * len(self.drafter.attentions)
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
-        self.residuals = ResidualStreams(self.layers, names, residual_layers, *shape)
+        first_names = [names[own[0]] for own in self._attentions_of]
+        self.residuals = ResidualStreams(self.layers, first_names, residual_layers, *shape)
 
     @property
     def plain_rope(self) -> Rope:
         """By which all layers turn all channels of their keys; ValueError if they do not."""
-        [turning, *others] = set(self.turnings[: self.num_layers])
+        [turning, *others] = set(self.turnings[: self._attentions_of[-1].stop])
         if others or turning.rope is None or not turning.is_plain:
             raise ValueError("the layers of this model turn their keys in different ways")
         return turning.rope
+
+    def attentions_of(self, index: int) -> range:
+        """The attention layers of a decoder layer, by their number."""
+        return self._attentions_of[index]
+
+    @property
+    def draft_attentions(self) -> range:
+        """Those of the draft model."""
+        return range(self._attentions_of[-1].stop, len(self.attentions))
+
+    def read_layer(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a decoder layer in these slots int64 [groups, n], each [n, Hkv, d]."""
+        parts = [self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
+        if len(parts) == 1:
+            return parts[0]
+        keys, values = (torch.cat(heads, dim=1) for heads in zip(*parts, strict=True))
+        return keys, values
+
+    def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as `write` does."""
+        for at, own_keys, own_values in self._by_attention(index, keys, values):
+            self.write(at, own_keys, own_values, slots[self.group_of[at]])
+
+    def _by_attention(self, index: int, keys: Tensor, values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Keys and values [n, Hkv, d] of a decoder layer, by the attention layers that have these heads."""
+        own = self.attentions_of(index)
+        return zip(own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), strict=True)
 
     def normed(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
@@ -114,14 +151,14 @@ class ModelHost(LayerCaches):
         self,
         queries: Sequence[tuple[int, int, int]],
         tables: Sequence[Sequence[np.ndarray]],
-        slots: Sequence[Tensor],
+        slots: Tensor,
     ) -> list[Any]:
         """Attention metadata of runs as pseudo-sequences, from the backends' own (dense) builders, for `run_layer`.
 
         Args:
             queries: per run (prompt, first position, stop position).
             tables: by group, per prompt its physical blocks, int [b].
-            slots: by group int64 [n], the slot of every query.
+            slots: int64 [groups, n], the slot of every query.
         """
         common = [self.common_metadata(queries, *of_group) for of_group in zip(tables, slots, strict=True)]
         groups = zip(self._builders, self._group_of_builder, strict=True)
@@ -164,23 +201,24 @@ class ModelHost(LayerCaches):
         residual: Tensor | None,
         before_attention: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One stock decoder layer: writes KV to slots; returns hidden, residual [n, D] and queries [n, Hq, d]."""
+        """One stock decoder layer: writes KV to slots int64 [groups, n]; returns hidden, residual [n, D] and queries
+        [n, Hq, d]."""
         seen: list[Tensor] = []
 
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None:
-                self._update(index, key, value, slots)  # as the attention is about to
+                self._store(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
-        with self._context(index, slots, metadata[self._builder_of[index]]), self._watch(index, watch):
+        with self._context(index, slots, metadata), self._watch(index, watch):
             hidden, residual = self.layers[index](positions, hidden, residual)
         return hidden, residual, seen[0]
 
     def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
         query, key, value = self.heads_of(index, slots, positions, hidden, residual)
-        self._update(index, key, value, slots)
+        self._store(index, key, value, slots)
         return query
 
     def heads_of(
@@ -205,7 +243,7 @@ class ModelHost(LayerCaches):
     def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The rest of a layer, from what `add_attention` has returned."""
         layer = self.layers[index]
-        with self._context(index, torch.full_like(positions, NO_SLOT)), layer.after_attention(hidden):
+        with self._context(index, self._no_slots(positions)), layer.after_attention(hidden):
             return layer(positions, torch.zeros_like(hidden), residual)
 
     def run_around(
@@ -228,18 +266,19 @@ class ModelHost(LayerCaches):
             return attended.flatten(1)
 
         layer = self.layers[index]
-        with self._context(index, torch.full_like(positions, NO_SLOT)), layer.attending(forward), suppress(_Stop):
+        with self._context(index, self._no_slots(positions)), layer.attending(forward), suppress(_Stop):
             return layer(positions, hidden, residual)
         return None
 
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
         angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
-        return lambda index, keys: self.turnings[index].turn(keys, angles[self.turnings[index]])
+        turnings = [self.turnings[own[0]] for own in self._attentions_of]
+        return lambda index, keys: turnings[index].turn(keys, angles[turnings[index]])
 
     def clear_drafts(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
-        self._clear(self.attentions[self.num_layers :], blocks)
+        self._clear([self.attentions[at] for at in self.draft_attentions], blocks)
 
     def agree(self, values: Tensor, reduction: str) -> Tensor:
         """Floats [...], reduced over this rank's heads -> sum or max over all heads, the same on every rank."""
@@ -273,24 +312,33 @@ class ModelHost(LayerCaches):
     def _parts(self, index: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """What an attention layer is called with, by head: queries [n, Hq, d], keys and values [n, Hkv, d]."""
         if self.is_latent:
-            return latent.parts(self.attentions[index], *given[:3])
+            return latent.parts(self.layers[index].attention, *given[:3])
         query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
         return query, key, value
 
+    def _store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [n, Hkv, d] as the attention of a decoder layer does."""
+        for at, own_keys, own_values in self._by_attention(index, keys, values):
+            self._update(at, own_keys, own_values, slots[self.group_of[at]])
+
+    def _no_slots(self, positions: Tensor) -> Tensor:
+        """Slots of tokens that are not kept, [groups, n]."""
+        return torch.full_like(positions, NO_SLOT).expand(1 + max(self.group_of), -1)
+
     @contextmanager
-    def _context(self, index: int, slots: Tensor, metadata: Any = None) -> Iterator[None]:
-        self.adapters.map_rows(slots.numel())
-        name = self.attentions[index].layer_name
-        by_layer = None if metadata is None else {name: metadata}
-        with set_forward_context(
-            by_layer, self.config, num_tokens=slots.numel(), slot_mapping={name: slots}, skip_compiled=True
-        ):
+    def _context(self, index: int, slots: Tensor, metadata: Sequence[Any] | None = None) -> Iterator[None]:
+        count = slots.shape[1]
+        self.adapters.map_rows(count)
+        names = {self.attentions[at].layer_name: at for at in self.attentions_of(index)}
+        by_layer = None if metadata is None else {name: metadata[self._builder_of[at]] for name, at in names.items()}
+        places = {name: slots[self.group_of[at]] for name, at in names.items()}
+        with set_forward_context(by_layer, self.config, num_tokens=count, slot_mapping=places, skip_compiled=True):
             yield
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:
         """Show a layer's queries, keys and values to `seen` before it attends."""
-        attend = self.attentions[index].forward
+        attend = self.layers[index].attention.forward
 
         def forward(*given: Any, **named: Any) -> Tensor:
             seen(*self._parts(index, given))

@@ -19,10 +19,16 @@ from vllm.v1.kv_cache_interface import (
 from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.heads import HeadMap
-from kvgraft.vllm.compat import ALLOW_UNTESTED, WORKER_CLASS
+from kvgraft.vllm.compat import ALLOW_UNTESTED, CONNECTOR, WORKER_CLASS
 from kvgraft.vllm.compat.cache_dtype import FP8, cache_dtype_reasons
 from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
-from kvgraft.vllm.compat.families import ARCHITECTURES, IN_STEPS, ONLY_WITHOUT_ROTARY_KERNEL
+from kvgraft.vllm.compat.families import (
+    ARCHITECTURES,
+    IN_STEPS,
+    ONLY_WITHOUT_ROTARY_KERNEL,
+    architecture_of,
+    is_by_head,
+)
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.compat.turning import check_rope
 from kvgraft.vllm.groups import is_full
@@ -89,13 +95,12 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
 def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
     if path is None:
         yield "no head map: name one in additional_config"
-    if not current_platform.is_cpu():
-        yield "this platform: the pages of local heads are laid out for vLLM's CPU backend, the only one tested"
     parallel = config.parallel_config
     if parallel.world_size > 1:
         yield f"{parallel.world_size} ranks: all would have to have heads of the same classes"
-    if config.kv_transfer_config is not None:
-        yield f"KV connector {config.kv_transfer_config.kv_connector!r}: it knows one page list, and here are many"
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != CONNECTOR:
+        yield f"KV connector {transfer.kv_connector!r}: it knows one page list, and here are many"
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -122,7 +127,7 @@ def _version_reasons(allow_untested: bool) -> Iterator[str]:
 
 def _model_reasons(config: VllmConfig) -> Iterator[str]:
     model, text = config.model_config, config.model_config.hf_text_config
-    if model.architecture not in ARCHITECTURES:  # what vLLM has resolved, not only what the checkpoint says
+    if architecture_of(config) not in ARCHITECTURES:
         yield f"model class {model.architecture}: supported are {', '.join(ARCHITECTURES)}"
         return
     if model.trust_remote_code:
@@ -242,13 +247,15 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
         yield f"KV cache groups {names}: one of full attention is needed, whose blocks name what is known"
     elif not all(is_full(spec) or isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
         yield f"KV cache groups {names}: supported are full attention, sliding windows and chunks"
-    elif len(specs) > 1:
+    elif len(specs) > 1 or is_by_head(config):
         yield from _group_reasons(config, specs)
 
 
 def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
-    """What does not go with block tables for layers with windows."""
+    """What does not go with block tables for layers with windows, or for heads."""
     beside = "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all layers)"
+    if is_by_head(config):
+        beside = "where heads are kept by class (--kvgraft-head-paging)"
     settings, num_layers = KVGraftSettings.of(config), config.model_config.get_num_layers(config.parallel_config)
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"

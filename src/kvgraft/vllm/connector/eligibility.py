@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.report import REFUSALS
-from kvgraft.vllm.compat.families import is_plain
+from kvgraft.vllm.compat.families import is_by_head, is_plain
 from kvgraft.vllm.compat.given_answers import check_answer
 from kvgraft.vllm.compat.head_maps import works_by_head
 from kvgraft.vllm.granted import GRANTED, granted_salts
@@ -34,7 +34,8 @@ class ReuseEligibility:
         self._config = config
         self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._residual_layers = residual_layers
-        self._is_plain, self._works_by_head = is_plain(config), works_by_head(config)
+        self._takes_documents = is_plain(config) and not is_by_head(config)
+        self._works_by_head = works_by_head(config)
         self._has_head_map = has_head_map
 
     def of(
@@ -70,7 +71,7 @@ class ReuseEligibility:
         checks = {
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
-            "unsupported_model": (keeps and not self._is_plain) or (by_head and not self._works_by_head),
+            "unsupported_model": (keeps and not self._takes_documents) or (by_head and not self._works_by_head),
             "no_head_map": by_head and not self._has_head_map,
             "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
             "multimodal": bool(request.mm_features),

@@ -63,6 +63,8 @@ class Recoveries:
         """One has ended: let go of its sources. If it failed, its request becomes an ordinary one again."""
         candidate, state.recovery = state.recovery, None
         if candidate is not None:
+            if outcome.failure is None and not state.finished:
+                self._known.groups.keep(candidate.reserved, state.request)
             self._known.release(candidate)
         in_place = () if candidate is None else candidate.in_place
         self._rewritten.difference_update(in_place)

@@ -1,44 +1,113 @@
-"""Attention of local heads on vLLM's paged cache: ours, since the stock kernels would read what was given back."""
+"""Attention by KV head: layers of one head each, and what a local head sees of vLLM's paged cache.
 
-from typing import Any
+The attention of local heads is ours on every platform, since stock kernels would read what was given back.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.memoised import memoised
+from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
+from kvgraft.vllm.lengths import lengths_of
 
 ONE_HEAD = LayerHeads((0,), (0,), (True,))
-NULL_BLOCK = 0  # what a block table holds in the place of a block that was given back
 
 
-class LocalBackend(CPUAttentionBackend):
-    """The CPU backend with another attention."""
+class LocalBackend(AttentionBackend):
+    """Attention to sinks and a window, for any device; of the cache it takes every layout in which the tokens of a
+    block follow each other."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM's registry calls backends that are not its own."""
+        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["LocalImpl"]:
         return LocalImpl
 
+    @staticmethod
+    def get_builder_cls() -> type["LocalBuilder"]:
+        return LocalBuilder
 
-class LocalImpl(CPUAttentionBackendImpl):
-    """One KV head that sees sinks and a window; keys and values lie plainly in each block, one after the other."""
 
-    def __init__(self, *args: Any, sink_tokens: int, window_tokens: int, **kwargs: Any) -> None:
+@dataclass(frozen=True, eq=False)
+class LocalMetadata:
+    """A step's queries of local heads.
+
+    Attributes:
+        positions: of each request, int64 [n] on the CPU.
+        pages: their block tables, int64 [b].
+    """
+
+    positions: list[Tensor]
+    pages: list[Tensor]
+    block_size: int
+    sinks: int
+    window: int
+
+    @memoised
+    def layout(self, stride: int) -> AttentionLayout:
+        """The queries and the rows that they read, where blocks begin every `stride` rows. What a block table no longer
+        has is not seen."""
+        slots = []
+        for pages in self.pages:
+            offsets = torch.arange(self.block_size, device=pages.device)
+            found = (pages[:, None] * stride + offsets).masked_fill(pages[:, None] == NULL_PAGE, -1)
+            slots.append(found.flatten()[None])
+        return AttentionLayout.of(self.positions, slots, self.sinks, self.window)
+
+
+class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
+    """Builds that of a group of layers. Its steps are never captured as a whole: which tokens tiles of windows hold is
+    worked out on the host."""
+
+    kv_cache_spec: SinkWindowSpec
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sink_tokens, self.window_tokens = sink_tokens, window_tokens
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
+        """As in vLLM."""
+        common, size = common_attn_metadata, int(self.kv_cache_spec.block_size)
+        counts = common.query_start_loc_cpu.diff().tolist()
+        stops = lengths_of(common)[: len(counts)].tolist()
+        positions = [torch.arange(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+        tables = common.block_table_tensor
+        pages = [tables[number, : -(-stop // size)].long() for number, stop in enumerate(stops)]
+        return LocalMetadata(positions, pages, size, self.kv_cache_spec.sinks, self.kv_cache_spec.sliding_window)
+
+
+class LocalImpl(AttentionImpl[LocalMetadata]):
+    """One KV head that sees sinks and a window; the key and the value of a token lie beside each other."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
+        kv_cache_dtype: str, *rest: Any,
+    ) -> None:  # fmt: skip
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value [n, 1, d] to their slots."""
-        keys, values, size = _pools(kv_cache)
-        rows = _rows(slot_mapping.long(), size)
-        keys[0, rows] = key[: rows.numel(), 0]
-        values[0, rows] = value[: rows.numel(), 0]
+        """Write key and value [n, 1, d] to their slots; padding goes to the null block, which nobody reads."""
+        rows, stride, size = _rows_of(kv_cache)
+        slots, count = slot_mapping.long().clamp(min=0), slot_mapping.numel()
+        rows[slots // size * stride + slots % size] = torch.cat((key[:count, 0], value[:count, 0]), dim=-1)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -47,12 +116,10 @@ class LocalImpl(CPUAttentionBackendImpl):
         """As in vLLM: query and output [n, heads, d]."""
         if attn_metadata is None:  # warming up
             return output
-        keys, values, size = _pools(kv_cache)
-        layout = getattr(attn_metadata, "kvgraft_layout", None)
-        if layout is None:
-            layout = _layout(attn_metadata, size, self.sink_tokens, self.window_tokens)
-            attn_metadata.kvgraft_layout = layout  # for the other layers of the group
-        count = layout.query_positions.numel()
+        rows, stride, _ = _rows_of(kv_cache)
+        keys, values = rows[None].chunk(2, dim=-1)
+        layout = attn_metadata.layout(stride)
+        count = sum(context.positions.numel() for context in layout.contexts)
         output[:count] = segpaged_attention(query[:count], keys, values, ONE_HEAD, layout, self.scale)
         return output
 
@@ -61,7 +128,7 @@ class LocalAttention(Attention):
     """A layer of one local KV head."""
 
     def __init__(self, *args: Any, sinks: int, window: int, **kwargs: Any) -> None:
-        super().__init__(*args, attn_backend=LocalBackend, sink_tokens=sinks, window_tokens=window, **kwargs)
+        super().__init__(*args, attn_backend=LocalBackend, **kwargs)
         self.sink_tokens, self.window_tokens = sinks, window
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SinkWindowSpec:
@@ -76,26 +143,47 @@ class LocalAttention(Attention):
         )
 
 
-def _pools(kv_cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Keys and values as pools of one stream, [1, rows, d], in which one row number finds both; and the block size."""
-    num_blocks, _, block_size, double = kv_cache.shape
-    rows = kv_cache.view(1, num_blocks * block_size * 2, double // 2)
-    return rows, rows[:, block_size:], block_size
+class HeadAttention(nn.Module):
+    """The attention of a decoder layer, KV head by KV head."""
+
+    def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
+        super().__init__()
+        del get_current_vllm_config().compilation_config.static_forward_context[whole.layer_name]
+        groups = whole.num_heads // whole.num_kv_heads
+        self.query_size, self.key_size = groups * whole.head_size, whole.head_size
+        heads: list[Attention] = []
+        for head, head_class in enumerate(head_map.classes[layer]):
+            arguments: dict[str, Any] = {
+                "num_heads": groups,
+                "head_size": whole.head_size,
+                "scale": whole.impl.scale,
+                "num_kv_heads": 1,
+                "cache_config": cache_config,
+                "prefix": f"{whole.layer_name}.kv_head_{head}",
+            }
+            if head_class is HeadClass.LOCAL:
+                heads.append(LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window))
+            else:
+                heads.append(Attention(**arguments))
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Attention`: [n, Hq d], [n, Hkv d] twice -> [n, Hq d]."""
+        parts = (
+            query.split(self.query_size, dim=-1),
+            key.split(self.key_size, dim=-1),
+            value.split(self.key_size, dim=-1),
+        )
+        attended = [
+            attention(*(part.contiguous() for part in own)) for attention, *own in zip(self.heads, *parts, strict=True)
+        ]
+        return torch.cat(attended, dim=-1)
 
 
-def _rows(slots: Tensor, block_size: int) -> Tensor:
-    """The row of each slot: the keys of a block stand before its values."""
-    return slots + slots // block_size * block_size
-
-
-def _layout(metadata: Any, block_size: int, sinks: int, window: int) -> AttentionLayout:
-    """The queries of a step; what a block table no longer has is not seen."""
-    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    positions, slots = [], []
-    for number, length in enumerate(lengths):
-        positions.append(torch.arange(length - (starts[number + 1] - starts[number]), length))
-        blocks = metadata.block_table[number, : -(-length // block_size)].long()  # [b]
-        offsets = torch.arange(block_size, device=blocks.device)
-        found = _rows(blocks[:, None] * block_size + offsets, block_size)
-        slots.append(found.masked_fill(blocks[:, None] == NULL_BLOCK, -1).flatten()[None])
-    return AttentionLayout.of(positions, slots, sinks, window)
+def _rows_of(kv_cache: Tensor) -> tuple[Tensor, int, int]:
+    """A cache [blocks, 1, N, 2 d] as rows of tokens, [rows, 2 d]; after how many of them a block begins; and N."""
+    blocks, _, size, width = kv_cache.shape
+    stride, odd = divmod(kv_cache.stride(0), kv_cache.stride(2))
+    if odd or kv_cache.stride(3) != 1:
+        raise ValueError(f"blocks of a KV cache of strides {kv_cache.stride()} are no rows of tokens")
+    return kv_cache.as_strided(((blocks - 1) * stride + size, width), (kv_cache.stride(2), 1)), stride, size

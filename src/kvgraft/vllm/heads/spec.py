@@ -21,6 +21,11 @@ class SinkWindowSpec(SlidingWindowSpec):
         """Blocks that hold sinks."""
         return -(-self.sinks // self.block_size)
 
+    def left_out(self, num_skipped_tokens: int) -> range:
+        """Blocks that a request leaves out whose window skips so many tokens."""
+        stop = num_skipped_tokens // self.block_size
+        return range(min(self.sink_blocks, stop), stop)
+
     @property
     def num_retained_tokens(self) -> int:
         """How many tokens before those of a step stay readable: all, since what lies further back is taken out of block
@@ -74,11 +79,14 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], total_computed_tokens: int,
         *args: Any, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Sinks of a hit may lie in the free queue, from where they are taken."""
+        """Sinks of a hit may lie in the free queue, from where they are taken; a connector's need new blocks."""
         count: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
-        return count + self._get_num_evictable_blocks(self._skipped_sinks(new_computed_blocks, total_computed_tokens))
+        if request_id in self.num_cached_block:  # it has them
+            return count
+        known = self._skipped_sinks(new_computed_blocks, total_computed_tokens)
+        return count + self._get_num_evictable_blocks(known) + self._num_sinks(total_computed_tokens) - len(known)
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int,
@@ -93,6 +101,39 @@ class SinkWindowManager(SlidingWindowManager):
         )
         self.req_to_blocks[request_id][: len(sinks)] = sinks
 
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int, *args: Any,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """As of the window, which has no blocks for the sinks that a connector brings: they get some."""
+        super().allocate_external_computed_blocks(
+            request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
+        )
+        blocks = self.req_to_blocks[request_id]
+        sinks = range(self._num_sinks(num_local_computed_tokens + num_external_computed_tokens))
+        missing = [number for number in sinks if blocks[number].is_null]
+        for number, block in zip(missing, self.block_pool.get_new_blocks(len(missing)), strict=True):
+            blocks[number] = block
+            if self._record_new_block_ids:
+                self.new_block_ids.append(block.block_id)
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """As of the window, which takes skipped blocks for known ones: sinks that a connector brought are not yet."""
+        blocks = self.req_to_blocks[request.request_id]
+        known = self.num_cached_block.get(request.request_id, 0)
+        stop = min(self.kv_cache_spec.sink_blocks, num_tokens // self.block_size, known)
+        new = [number for number in range(stop) if blocks[number].block_hash is None and not blocks[number].is_null]
+        if new:
+            self.block_pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=new[0],
+                num_full_blocks=stop,
+                block_size=self.block_size,
+                kv_cache_group_id=self.kv_cache_group_id,
+            )
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
@@ -102,8 +143,12 @@ class SinkWindowManager(SlidingWindowManager):
 
     def _skipped_sinks(self, blocks: Sequence[Any], num_computed_tokens: int) -> list[Any]:
         """The sinks among the blocks of a hit that its window leaves behind."""
+        return list(blocks[: self._num_sinks(num_computed_tokens)])
+
+    def _num_sinks(self, num_computed_tokens: int) -> int:
+        """Blocks of sinks that a window leaves behind."""
         skipped = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
-        return list(blocks[: min(skipped, self.kv_cache_spec.sink_blocks)])
+        return int(min(skipped, self.kv_cache_spec.sink_blocks))
 
 
 def register() -> None:

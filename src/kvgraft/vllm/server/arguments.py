@@ -41,6 +41,8 @@ RENAMED = {  # flags by the names that they had
 }
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
 _PREFIX = "kvgraft_"
+WITHOUT_REUSE = ("kvgraft_flow", "kvgraft_head_paging")  # flags that go with --no-kvgraft
+BESIDE_HEAD_PAGING = ("kvgraft_head_map", ALLOW_UNTESTED)  # and these beside the latter
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -63,7 +65,6 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if args.kvgraft_head_paging:
         _refuse(_flags_beside_head_paging(args))
         _keep_heads_by_class(args)
-        return args
     if args.kvgraft_flow is not None:
         _follow(args)
     if args.no_kvgraft:
@@ -159,7 +160,7 @@ def _make_parser() -> FlexibleArgumentParser:
         "--kvgraft-head-paging",
         action="store_true",
         default=None,
-        help="Instead of reuse: keep only sinks and windows of the heads that the head map calls local.",
+        help="Keep only sinks and windows of the heads that the head map calls local.",
     )
     group.add_argument(
         "--flow",
@@ -273,12 +274,11 @@ def _follow(args: Namespace) -> None:
 
 
 def _keep_heads_by_class(args: Namespace) -> None:
-    """vLLM without reuse, its model with an attention layer for each KV head."""
+    """The model with an attention layer for each KV head."""
     architecture = load_config(args.model).architecture
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
         raise ValueError(f"--kvgraft-head-paging: model class {architecture}: supported are {known}")
-    args.no_kvgraft = True  # no connector, no middleware: plain vLLM but for its cache
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
     args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(_head_map(args).absolute())}
     if args.kvgraft_allow_untested:
@@ -290,11 +290,9 @@ def _head_map(args: Namespace) -> Path:
 
 
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
-    for name in _own_flags(args):
-        if name not in (f"{_PREFIX}head_map", f"{_PREFIX}head_paging", ALLOW_UNTESTED):
-            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: grafts need one list of pages"
-    if args.kv_transfer_config is not None:
-        yield "--kv-transfer-config does not go with --kvgraft-head-paging: connectors need one list of pages"
+    for name in (f"{_PREFIX}flow", f"{_PREFIX}store_dir", f"{_PREFIX}store_ram_gib", f"{_PREFIX}residual_layers"):
+        if getattr(args, name) is not None:
+            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all heads for alike"
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"
     if not _head_map(args).is_file():
@@ -303,7 +301,7 @@ def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
 
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:
     for name in _own_flags(args):
-        if name != f"{_PREFIX}flow":
+        if name not in WITHOUT_REUSE and (name not in BESIDE_HEAD_PAGING or not args.kvgraft_head_paging):
             yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
 
 

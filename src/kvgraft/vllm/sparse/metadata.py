@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvgraft.decode.batch import Batch
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.lengths import lengths_of
 from kvgraft.vllm.sparse.program import program_of
 
 
@@ -78,7 +79,7 @@ class SparseBuilder:
         if program is None or common.is_prefilling is None or common.causal is not True:
             return None
         starts = common.query_start_loc_cpu.long()
-        lengths = _lengths(common)[: len(starts) - 1]
+        lengths = lengths_of(common)[: len(starts) - 1]
         blocks = -(-lengths // program.block_size)
         sparse = (starts.diff() == 1) & (blocks > program.most) & ~common.is_prefilling[: len(lengths)].cpu()
         rows = sparse.nonzero()[:, 0]
@@ -92,13 +93,6 @@ class SparseBuilder:
         batch = Batch(by_head, own.repeat_interleave(self._num_heads), program.block_size)
         full = (own // program.block_size).to(table.device)
         return SparseMetadata(starts[rows].to(table.device), pages, full, batch, others)
-
-
-def _lengths(common: Any) -> Tensor:
-    """int64 on the CPU, tokens of each request; without drafts vLLM knows them there, and nobody waits for a device."""
-    known = getattr(common, "seq_lens_cpu_upper_bound", None)
-    found: Tensor = (common.seq_lens if known is None else known).cpu().long()
-    return found
 
 
 def _shortened(common: Any, sparse: Tensor) -> Any:

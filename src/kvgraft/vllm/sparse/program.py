@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import parse_flow
-from kvgraft.vllm.compat import BY_HEAD, FLOW
-from kvgraft.vllm.compat.families import FLOWS
+from kvgraft.vllm.compat import FLOW
+from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")  # of vLLM, that can follow flows
@@ -72,7 +72,7 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     cache = config.cache_config
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         yield "this platform: only attention backends for CPUs and CUDA can be given block tables by KV head yet"
-    architecture = config.model_config.architecture.removeprefix(BY_HEAD)
+    architecture = architecture_of(config)
     if architecture not in FLOWS and not config.model_config.use_mla:
         yield f"model class {architecture}: flows choose blocks for attention without windows, sinks and soft caps only"
     if config.model_config.use_mla:
