@@ -82,7 +82,7 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts["naive"] = asdict(grafted(host, NAIVE))
     facts["default"] = asdict(grafted(host, DEFAULT))
     facts["redknot"] = asdict(grafted(host, BY_HEAD))
-    facts["with windows"] = grafted(host, WITH_WINDOWS).report
+    facts["with windows"] = asdict(grafted(host, WITH_WINDOWS))
     facts["poisoned"] = asdict(grafted(host, NAIVE, poisoned=True))
     facts["elsewhere"] = grafted(host, NAIVE, salt="another").grafted
     facts["documents"] = grafted(host, {"policy": "condense", "kept_share": 0.5}).report

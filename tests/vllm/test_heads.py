@@ -8,6 +8,7 @@ import pytest
 import torch
 import warm
 from engines import ENVIRONMENT, words
+from family_engine import DOCUMENTS, PROMPT, WITH_WINDOWS
 from test_compat import configure
 from vllm.config import KVTransferConfig, VllmConfig
 
@@ -150,7 +151,21 @@ def test_grafts_go_beside_heads_that_keep_sinks_and_windows(grafts: dict[str, An
     assert grafts["near_duplicates"]["tokens"] == grafts["plain_edited"]
     assert grafts["documents"]["reason"] == "unsupported_model"
     assert grafts["redknot"]["report"]["grafted_tokens"] == grafts["redknot"]["report"]["recomputed_tokens"] > 480
-    assert grafts["with windows"]["grafted_tokens"] > 480
+    assert grafts["with windows"]["report"]["grafted_tokens"] > 480
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["naive", "with windows"])
+def test_grafts_answer_as_in_the_native_engine(model: Path, head_map: Path, grafts: dict[str, Any], case: str):
+    """Block tables by head here, page lists by class there."""
+    found = grafts[case]
+    engine = Engine(model, dtype="float32", head_map=head_map, head_paging=True, block_size=BLOCK)
+    for text in DOCUMENTS:
+        engine.generate([Request(text, "full", SamplingParams(max_tokens=1))])
+    sampling = SamplingParams(max_tokens=len(found["tokens"]), ignore_eos=True)
+    [answer] = engine.generate([Request(PROMPT, WITH_WINDOWS["policy"] if case == "with windows" else case, sampling)])
+    assert answer.report.grafted_tokens == found["report"]["grafted_tokens"]
+    assert answer.token_ids == found["tokens"]
 
 
 def config_of(model: Path, **changes: Any) -> VllmConfig:

@@ -62,6 +62,7 @@ class VllmPrefill(PagedPrefill):
         self._source_pages = torch.from_numpy(np.unique(source_pages, axis=0))
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
+        self.head_paging = host.head_paging
         self.residual_layers = host.residuals.residual_layers
         longest = max(plan.lengths)
         windows = enumerate(host.windows)

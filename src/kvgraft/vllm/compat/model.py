@@ -19,6 +19,7 @@ from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
+from kvgraft.vllm.compat.families import is_by_head
 from kvgraft.vllm.compat.layer_caches import LayerCaches
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
@@ -46,7 +47,7 @@ class ModelHost(LayerCaches):
         group_of: by attention layer, the number of its KV cache group, 0 being the main one (see `groups`).
         turnings: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
-        num_kv_heads: of a decoder layer.
+        num_kv_heads: of a decoder layer; `head_paging`: whether each is an attention layer.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -67,6 +68,7 @@ class ModelHost(LayerCaches):
         stops = np.cumsum([len(layer.attentions) for layer in self.layers]).tolist()
         self._attentions_of = [range(*edges) for edges in pairwise([0, *stops])]
         self.num_kv_heads *= len(self._attentions_of[0])
+        self.head_paging = is_by_head(self.config)
         self._group_of_builder = [number for number, _ in groups]
         names = [attention.layer_name for attention in attentions]
         places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}

@@ -8,7 +8,6 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvgraft.vllm.compat import HEAD_MAP
 from kvgraft.vllm.compat.support import check_head_map
-from kvgraft.vllm.heads import spec
 from kvgraft.vllm.heads.attention import HeadAttention
 
 
@@ -17,7 +16,6 @@ class _ByHead:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         head_map = check_head_map(vllm_config, vllm_config.additional_config.get(HEAD_MAP))
-        spec.register()
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         for index, layer in enumerate(self.model.layers):  # type: ignore[attr-defined]
             whole = layer.self_attn.attn

@@ -151,7 +151,5 @@ class SinkWindowManager(SlidingWindowManager):
         return int(min(skipped, self.kv_cache_spec.sink_blocks))
 
 
-def register() -> None:
-    """Make the spec known to vLLM; in every process, before it sizes its cache."""
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)  # in every process that such a spec reaches
