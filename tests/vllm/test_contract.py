@@ -94,6 +94,7 @@ HANDED = {
     ("compat/support.py", "_head_reasons", "transfer"): TRANSFER,
     ("compat/support.py", "_head_reasons", "config.scheduler_config"): SCHEDULING,
     ("compat/__init__.py", "", "kv_cache_manager"): MANAGER,
+    ("compat/__init__.py", "set_known_prompt", "known"): "vllm.v1.worker.gpu_input_batch:CachedRequestState",
     ("heads/spec.py", "SinkWindowSpec", "super()"): WINDOW_SPEC,
     ("heads/spec.py", "SinkWindowSpec", "self"): WINDOW_SPEC,
     ("heads/spec.py", "SinkWindowManager", "super()"): WINDOW_MANAGER,
@@ -549,3 +550,16 @@ def test_processors_of_the_configuration_make_the_first_runner_wait():
         "add_given_answers goes past vllm_config.model_config.logits_processors for this reason only"
     )
     assert "logitsprocs=self.input_batch.logitsprocs," in runner, "what we added is kept in a new batch"
+
+
+def test_runners_know_a_prompt_before_they_resume_a_request():
+    """`set_known_prompt` gives the first runner another one; the second forgets what is preempted."""
+    first, second = (resolve(runner) for runner in RUNNERS.split()[1:])
+    step = inspect.getsource(first.execute_model)
+    told, looked_at = ".handle_preemptions(kv_connector_metadata)", "self._update_states(scheduler_output)"
+    assert step.index(told) < step.index(looked_at)
+    assert has(RUNNERS.split()[1], "requests")
+    added = inspect.getsource(resolve("vllm.v1.worker.gpu_input_batch:InputBatch").add_request)
+    assert "request.prompt_token_ids" in added, "the batch has the prompt of the state that is resumed"
+    assert "finished_req_ids.union(preempted_req_ids)" in inspect.getsource(second.finish_requests)
+    assert "all_token_ids=new_req_data.prefill_token_ids" in inspect.getsource(second.add_requests)

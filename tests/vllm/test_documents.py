@@ -173,31 +173,49 @@ def test_a_preempted_request_keeps_the_same_again(reader: Host, native: Engine, 
     assert (answer.tokens, answer.report["kept_tokens"]) == ask_natively(native, policy, 30)
 
 
-def test_a_preempted_request_tries_again_where_that_fails(
-    reader: Host, native: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", [EXACT, FEWER[0]], ids=str)
+def test_a_preempted_request_that_cannot_be_recovered_again_goes_on_in_full(
+    reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch, policy: dict[str, object]
 ):
-    """Workers know its shorter prompt by now: under that nothing can be computed in full."""
-    name = reader.add(Ask(PROMPT, FEWER[0], max_tokens=30))
+    """Over its whole prompt, of which workers knew a part, and its answer so far; also if it is preempted once more."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    name = reader.add(Ask(PROMPT, policy, max_tokens=50))
     reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
-    close_up, failed = VllmLayers.close_up, []
-
-    def fail_once(layers: VllmLayers, num_kept: int, num_dropped: int) -> None:
-        if not failed:
-            failed.append(num_kept)
-            raise RuntimeError("out of memory, say")
-        close_up(layers, num_kept, num_dropped)
-
-    monkeypatch.setattr(VllmLayers, "close_up", fail_once)
+    before, is_exact = reader.request(name).num_output_tokens, policy is EXACT
+    assert (reader.request(name).num_prompt_tokens == len(PROMPT)) == is_exact
+    monkeypatch.setattr(VllmLayers, "close_up", fail)
+    reader.preempt(name)
+    reader.step_until(lambda: reader.request(name).num_output_tokens >= before + 20)
+    assert reader.request(name).num_prompt_tokens == len(PROMPT)
     reader.preempt(name)
     [answer] = reader.finish(name)
-    assert len(failed) == 1
-    assert (answer.tokens, answer.report["kept_tokens"]) == ask_natively(native, FEWER[0], 30)
+    assert len(answer.tokens) == 50
+    assert [answer.tokens[before:]] == plain.tokens(PROMPT + answer.tokens[:before], max_tokens=50 - before)
+    assert (answer.report["outcome"], answer.report["reason"]) == ("fallback", "error")
+    assert (answer.report["fresh_tokens"], answer.report["kept_tokens"]) == (len(PROMPT), None)
+    assert reader.count("fallbacks_total", "error") == 1
+    assert reader.count("requests_total", "grafted") == 1
+
+
+def test_what_goes_on_in_full_is_exact_for_others(reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch):
+    name = reader.add(Ask(PROMPT, FEWER[0], max_tokens=BLOCK))
+    reader.step_until(lambda: name in reader.outputs)
+    monkeypatch.setattr(VllmLayers, "close_up", None)
+    reader.preempt(name)
+    [answer] = reader.finish(name)
+    follow_up = PROMPT + answer.tokens + words(7, 8)
+    [other] = reader.ask(Ask(follow_up, OFF, max_tokens=20))
+    assert other.report["prefix_tokens"] == (len(PROMPT) + len(answer.tokens) - 1) // BLOCK * BLOCK
+    assert [other.tokens] == plain.tokens(follow_up, max_tokens=20)
 
 
 def test_a_preempted_request_keeps_its_documents_again_however_full_the_pool_is(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    """Workers know its shorter prompt by now, so that it can have no other one."""
+    """It has had room for them before, and can be computed in full in no less."""
     name = reader.add(Ask(PROMPT, EXACT, max_tokens=30))
     reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
     request = reader.request(name)

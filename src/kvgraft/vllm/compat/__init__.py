@@ -69,11 +69,24 @@ def salt_hashes(request: Any, salt: str) -> None:
 
 
 def set_prompt(request: Any, token_ids: list[int]) -> None:
-    """Give a request that has not been scheduled another prompt; block hashes are those of the new one."""
+    """Give a request that waits another prompt; block hashes are those of the new one. What workers know of one that
+    has run is another thing: `set_known_prompt`."""
     request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
     request._all_token_ids[:] = [*token_ids, *request.output_token_ids]
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None:
+    """Have a worker know another prompt of a preempted request before that is resumed.
+
+    Args:
+        runner: vLLM's model runner. V1 keeps the prompts of preempted requests and is told of their blocks only; V2
+            forgets them, and is told everything again.
+    """
+    known = getattr(runner, "requests", {}).get(request_id)
+    if known is not None:
+        known.prompt_token_ids, known.num_prompt_tokens = token_ids, len(token_ids)
 
 
 def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object]) -> None:

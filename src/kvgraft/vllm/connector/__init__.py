@@ -95,11 +95,12 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError("this connector lives beside the scheduler")
         return self._worker_side
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called in every step before the model runner looks at what was scheduled."""
+        self.worker_side.learn_prompts(_ours(kv_connector_metadata))
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"metadata of another connector: {type(metadata).__name__}")
-        self.worker_side.step(metadata)
+        self.worker_side.step(_ours(self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker_side.take_results()
@@ -139,3 +140,10 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         return PromMetrics(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+
+
+def _ours(metadata: KVConnectorMetadata) -> Metadata:
+    """TypeError if it is another connector's."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"metadata of another connector: {type(metadata).__name__}")
+    return metadata

@@ -60,13 +60,15 @@ class StoreReport:
 @dataclass
 class Metadata(KVConnectorMetadata):
     """Scheduler to workers: new jobs, requests that were aborted, the token-layers that this step may spend, and
-    whether documents that were read are to be forgotten; and orders for the stores."""
+    whether documents that were read are to be forgotten; orders for the stores; and the prompts of preempted requests
+    that have another one than before."""
 
     jobs: list[Job] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     budget: int = 0
     forget: bool = False
     store: StoreOrders = field(default_factory=StoreOrders)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

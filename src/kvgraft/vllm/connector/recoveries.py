@@ -84,16 +84,14 @@ class Recoveries:
                 self._learn(state, candidate, outcome)
 
     def _failed(self, state: RequestState, reason: str) -> None:
-        """The whole prompt is computed; where workers know a shorter one by now there is nothing but to try again."""
-        if state.kept is not None:
-            return
+        """The whole prompt is computed; also that of a request that was preempted, and grafted before."""
         state.refusal = state.reason = reason
         state.plan = None
         if state.whole:
             self._shorter_prompts.restore(state, reason)
         else:
             self._hiding.reveal(state)
-        self._reporting.admitted(state, None)
+        self._reporting.failed(state)
 
     def _learn(self, state: RequestState, candidate: Candidate, outcome: RecoveryResult) -> None:
         """What it computed tells what the next one of this policy will cost."""

@@ -67,6 +67,15 @@ class Reporting:
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)
 
+    def failed(self, state: RequestState) -> None:
+        """A recovery has failed for `state.reason`: that of a request which was preempted fails beside what it has
+        been counted as."""
+        if state.is_counted:
+            logger.warning("request %s goes on computed in full: %s", state.id, state.reason)
+            self._stats.add("kvgraft:fallbacks_total", state.reason or "unknown")
+        state.report.kept_tokens = None
+        self.admitted(state, None)
+
     def aborted(self) -> None:
         """The client of a graft has left before it was done."""
         self._stats.add("kvgraft:fallbacks_total", "aborted")

@@ -207,6 +207,7 @@ class SchedulerSide:
         )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         metadata = Metadata(*self._recoveries.take_orders(), spare * self._num_layers, self._forgets)
+        metadata.prompts = self._shorter_prompts.take_restored()
         if self.stored is not None:
             metadata.store = self.stored.take_orders()
         self._forgets = False
@@ -280,7 +281,7 @@ class SchedulerSide:
 
     def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
         """Hold the sources of a plan, unless they and the new blocks can never fit. A request that keeps a part of
-        documents has none; once it has run, workers know its shorter prompt, and it cannot have its whole one again."""
+        documents has none; one that was preempted has had room for that part, and waits for it again."""
         pool = self.known.pool
         self.known.pin(candidate)
         if state.whole and state.request.num_preemptions:

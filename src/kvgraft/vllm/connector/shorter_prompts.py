@@ -21,6 +21,7 @@ class ShorterPrompts:
 
     def __init__(self, known: Planner, hiding: Hiding) -> None:
         self._known, self._hiding = known, hiding
+        self._restored: dict[str, list[int]] = {}  # prompts of requests of which workers know a shorter one
 
     def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
         """Let vLLM see as many tokens as the policy keeps at most, if enough of the prompt is known."""
@@ -40,7 +41,7 @@ class ShorterPrompts:
 
     def settle(self, state: RequestState, kept: np.ndarray) -> None:
         """A recovery has kept these tokens (`RecoveryResult.kept`): vLLM, which still waits for more, sees as many, and
-        blocks behind them are free. If the request is preempted it keeps the same, since workers know it by now."""
+        blocks behind them are free. If the request is preempted it keeps the same: its answer goes on with them."""
         request, num_kept = state.request, int(np.unpackbits(kept[0]).sum())
         num_prompt = len(state.whole) - sum(map(len, state.documents)) + num_kept
         state.kept = kept
@@ -51,9 +52,17 @@ class ShorterPrompts:
             self._known.groups.trim(state.id, request.num_tokens)
 
     def restore(self, state: RequestState, reason: str) -> None:
-        """The request has its whole prompt again and is computed in full."""
+        """The request has its whole prompt again and is computed in full; if it was preempted, with the answer so far,
+        which goes on as if all of that were a prompt."""
         self._hiding.give_up(state)
         set_prompt(state.request, list(state.whole))
-        state.whole, state.documents, state.hashes = (), (), None
+        if state.kept is not None:
+            self._restored[state.id] = list(state.whole)
+        state.whole, state.documents, state.hashes, state.kept = (), (), None, None
         state.offer.reset(state.num_exact)
         state.refusal = reason
+
+    def take_restored(self) -> dict[str, list[int]]:
+        """What workers must know before these requests are resumed, by request id: since the last call."""
+        restored, self._restored = self._restored, {}
+        return restored

@@ -9,6 +9,7 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.library import Library
+from kvgraft.vllm.compat import set_known_prompt
 from kvgraft.vllm.compat.head_maps import find_head_map, map_of_rank
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
@@ -23,6 +24,7 @@ class WorkerSide:
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
+        self._runner: Any = None
         self._host: ModelHost | None = None
         self._queue: RecoveryQueue | None = None
         self._store: StoreWorker | None = None
@@ -33,6 +35,7 @@ class WorkerSide:
 
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
+        self._runner = runner
         limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
         settings = KVGraftSettings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
@@ -47,6 +50,11 @@ class WorkerSide:
         if settings.store is not None:
             parallel = self._config.parallel_config
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
+
+    def learn_prompts(self, metadata: Metadata) -> None:
+        """Before the model runner resumes requests: some that were preempted have their whole prompts again."""
+        for request_id, token_ids in metadata.prompts.items():
+            set_known_prompt(self._runner, request_id, token_ids)
 
     def step(self, metadata: Metadata) -> None:
         """Take what is new and spend the step's budget.
