@@ -44,9 +44,9 @@ BY_HEAD = (  # from the bundled weights, see `by_head`
 )
 LATENT = (  # from the bundled weights, see `research.vortex.latent_model`
     Stage(120, 512, 7e-4),
-    Stage(100, 1024, 5e-4),
-    Stage(50, 2048, 3e-4),
-    Stage(40, 4096, 2e-4),
+    Stage(50, 1024, 5e-4),
+    Stage(25, 2048, 3e-4),
+    Stage(25, 4096, 2e-4),
 )
 WARM_UP_STEPS = 60
 LAST_RATE = 1e-4
