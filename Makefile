@@ -55,7 +55,7 @@ testbed-by-head: $(READY) ## Train the bundled model on, so that most KV heads n
 	$(BIN)/kvgraft eval --suite all --policies full --items 6 --seed 1000 --head-paging \
 		--model build/testbed-by-head/model --out build/testbed-by-head/accuracy
 
-testbed-latent: $(READY) ## Train the bundled model on with latent attention (MLA; 20 minutes), for flows that do or do not see RoPE
+testbed-latent: $(READY) ## Train the bundled model on with latent attention (MLA; 10 minutes), for flows that do or do not see RoPE
 	$(BIN)/python -m research.testbed --latent --out build/testbed-latent
 
 results-archive: $(READY) ## Pack what experiments have left in results/ for a release

@@ -38,6 +38,7 @@ REDKNOT = (  # the default; without each of its parts; without any; with less in
     "redknot:mass_share=1.0,windows=off,reuse=off",
     "redknot:dense_layers=1,mass_share=0.2,recent_tokens=32,min_ffn_tokens=16",
 )  # fmt: skip
+REPAIR = ("redknot", "redknot:repair=off", "redknot:reuse=off")  # what reused heads keep, of the same prompts
 SUITES = "ruler,multihop,instruction,chat,agents,stress"
 DOCUMENTS = (
     "naive", "epic", "cacheblend", "sparsex", "transitive", "redknot", "samkv:block_tokens=8",
@@ -55,6 +56,7 @@ CONDENSE = (  # each of its parts changed
     "condense:halo_blocks=0", "condense:recomputed=anchors", "condense:recomputed=none", "condense:update=fusion",
     "condense:kept_share=0.1", "condense:kept_share=0.14", "condense:kept_share=0.2",
 )  # fmt: skip
+IN_HOSTS = ("transitive", "samkv:block_tokens=8", "samkv:block_tokens=8,top_p=off", "condense")
 LONG = ("naive", "samkv", "samkv:recomputed=none", "samkv:kept_share=0.3", "samkv:block_tokens=8", "condense")
 SHORTER = ("naive", "sparsex", "transitive", "redknot")
 CHOICES = ("rows=all_fresh", "reduction=max", "rows=all_fresh,reduction=max", "unit=block")
@@ -160,6 +162,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "redknot": Experiment((*METHODS, *REDKNOT), items=6),
     "by_head": Experiment((*METHODS, *REDKNOT), items=6, model=redknot.MODEL_DIR),
     "by_head_long": Experiment((*SHORTER, *REDKNOT[1:3]), lengths=(4096,), items=2, model=redknot.MODEL_DIR),
+    "repair": Experiment(REPAIR, items=6),
+    "repair_by_head": Experiment(REPAIR, items=6, model=redknot.MODEL_DIR),
     "head_paging": Experiment(SHORTER, lengths=(1024, 4096), items=3, model=redknot.MODEL_DIR, head_paging=True),
     "documents_4": _documents(4, 2150),
     "documents_6": _documents(6, 3200),
@@ -167,10 +171,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "documents_10": _documents(10, 4500),  # the model has 4608 positions
     "documents_long": _documents(4, 4250, LONG),
     "documents_ablation": _documents(8, 4250, (*SAMKV, *CONDENSE)),
-    "documents_native": _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3),
-    "documents_vllm": replace(
-        _documents(8, 4250, ("transitive", "samkv:block_tokens=8,top_p=off", "condense"), items=3), host="vllm"
-    ),  # the same prompts
+    "documents_native": _documents(8, 4250, IN_HOSTS, items=3),
+    "documents_vllm": replace(_documents(8, 4250, IN_HOSTS, items=3), host="vllm"),  # the same prompts
     "native": Experiment(METHODS, items=3),
     "vllm": Experiment(METHODS, items=3, host="vllm"),  # the same prompts
 }  # fmt: skip

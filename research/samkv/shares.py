@@ -71,10 +71,16 @@ def shares(
 
 
 @app.command()
-def paired(directory: Path, policy: str, other_directory: Path, other_policy: str) -> None:
+def paired(
+    directory: Path,
+    policy: str,
+    other_directory: Path,
+    other_policy: str,
+    score: Annotated[bool, typer.Option("--score", help="By the tasks' own metrics instead of F1.")] = False,
+) -> None:
     """Mean difference of F1, the second less the first, with a bootstrap interval by text."""
     one, other = (
-        {(row.cluster, row.number): row.f1 for row in read_rows(where) if row.policy == name}
+        {(row.cluster, row.number): row.score if score else row.f1 for row in read_rows(where) if row.policy == name}
         for where, name in ((directory, policy), (other_directory, other_policy))
     )
     if not one or one.keys() != other.keys():

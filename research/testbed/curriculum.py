@@ -43,10 +43,10 @@ BY_HEAD = (  # from the bundled weights, see `by_head`
     Stage(40, 4096, 2e-4),
 )
 LATENT = (  # from the bundled weights, see `research.vortex.latent_model`
-    Stage(500, 512, 1e-3),
-    Stage(250, 1024, 6e-4),
-    Stage(60, 2048, 3e-4),
-    Stage(40, 4096, 2e-4),
+    Stage(120, 512, 7e-4),
+    Stage(50, 1024, 5e-4),
+    Stage(25, 2048, 3e-4),
+    Stage(25, 4096, 2e-4),
 )
 WARM_UP_STEPS = 60
 LAST_RATE = 1e-4

@@ -11,10 +11,10 @@ from kvgraft.evaluate.runner import ROWS, EvalRow
 from research.samkv.shares import app
 
 
-def write(directory: Path, policy: str, scores: list[float]) -> str:
+def write(directory: Path, policy: str, scores: list[float], score: float = 0.0) -> str:
     answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
     rows = [
-        EvalRow(f"text {n}", 0, "multidoc", "chain", "alone", 1024, True, policy, ("42",), f1, f1, f1, answer)
+        EvalRow(f"text {n}", 0, "multidoc", "chain", "alone", 1024, True, policy, ("42",), score, f1, f1, answer)
         for n, f1 in enumerate(scores)
     ]
     directory.mkdir()
@@ -30,6 +30,13 @@ def test_differences_are_paired(tmp_path: Path):
         "\n", " "
     )
     assert CliRunner().invoke(app, ["paired", old, "samkv", new, "samkv"]).exit_code == 2
+
+
+def test_differences_are_paired_by_the_metrics_of_the_tasks(tmp_path: Path):
+    old = write(tmp_path / "old", "samkv", [0.0, 1.0], score=0.25)
+    new = write(tmp_path / "new", "samkv", [0.0, 1.0], score=0.75)
+    found = CliRunner().invoke(app, ["paired", old, "samkv", new, "samkv", "--score"])
+    assert "samkv 0.250, samkv 0.750, 2 prompts: +0.500" in found.output.replace("\n", " ")
 
 
 @pytest.mark.slow
