@@ -98,6 +98,8 @@ def main(
                     asks = make_workload("rag", Shape(tokens, 0.0, max_tokens), requests, words, f"{seed} {rate}")
                     outcomes = asyncio.run(_drive(server, asks, rate, seed, f"{flow} {rate}"))
                     rows.append(LoadResult.of(flow, rate, outcomes))
+                    spread = ", ".join(f"{x:.1f}" for x in rows[-1].tpot_ms)
+                    errors.print(f"{flow} at {rate:g}/s: P50, P95, P99 {spread} ms a token")
         told = configuration(settings, str(model or f"random, {layers} layers"))
     told |= {"prompt": tokens, "answer": max_tokens, "requests": requests, "seed": seed}
     if as_json:

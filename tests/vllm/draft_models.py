@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import make_model
+from kvgraft.kv.heads import HEAD_MAP_FILE
+from models import make_head_map, make_model
 
 
 def make_target(directory: Path) -> Path:
@@ -19,6 +20,7 @@ def make_target(directory: Path) -> Path:
     for name in ("model.layers.0.input_layernorm.weight", "model.norm.weight"):
         weights[name] = torch.ones_like(weights[name])
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    make_head_map(directory).save(directory / HEAD_MAP_FILE)
     return directory
 
 

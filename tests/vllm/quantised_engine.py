@@ -20,6 +20,7 @@ from torch import Tensor  # noqa: E402
 from kvgraft.kv.rope import rotate  # noqa: E402
 
 ROUNDING = {"fp8": (2**-4, 2**-10), "fp8_e4m3": (2**-4, 2**-10), "fp8_e5m2": (2**-3, 2**-17)}
+BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
 DOCUMENT, OTHER, OPENING = words(300, 1), words(200, 2), words(100, 3)
 PROMPTS = [
     words(10, 4) + OTHER + DOCUMENT + words(5, 5),
@@ -53,8 +54,12 @@ def recomputed(host: Host) -> dict[str, Any]:
     together = host.ask(*[Ask(prompt, EVERYTHING) for prompt in PROMPTS])
     keys, values, _, _ = codes_while_decoding(host, PROMPTS[0], EVERYTHING)
     exact_keys, exact_values, _, _ = codes_while_decoding(host, PROMPTS[0], OFF, salt="another")
+    host.read(OPENING + DOCUMENT, OTHER, salt="by head")
+    by_head = host.ask(*[Ask(prompt, BY_HEAD, "by head") for prompt in PROMPTS])
     return {
         "recomputed": [answer.tokens for answer in together],
+        "by_head": [answer.tokens for answer in by_head],
+        "by_head_grafted": [answer.grafted > 150 for answer in by_head],
         "recomputed_grafted": [answer.grafted > 150 for answer in together],
         "recomputed_prefix": [answer.report["prefix_tokens"] for answer in together],
         "different_codes": float(((keys != exact_keys) | (values != exact_values)).float().mean()),

@@ -14,7 +14,10 @@ from models import make_model
 pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("drafting_engine.py")
 CONDENSE = {"policy": "condense"}
-POLICIES = {"off": OFF, "everything": EVERYTHING, "naive": NAIVE, "spread": {"policy": "spread"}, "condense": CONDENSE}
+POLICIES = {
+    "off": OFF, "everything": EVERYTHING, "naive": NAIVE, "spread": {"policy": "spread"},
+    "redknot": {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}, "condense": CONDENSE,
+}  # fmt: skip
 DOCUMENT, QUESTION = words(300, 1), words(9, 2)
 PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
 NUM_DRAFTED = 3  # in a step
@@ -62,7 +65,7 @@ def test_drafts_change_no_answer(drafted: Asked, undrafted: Asked, policy: str):
 
 
 @pytest.mark.parametrize("drafted", ["itself", "eagle"], indirect=True)
-@pytest.mark.parametrize("policy", ["everything", "naive", "spread"])
+@pytest.mark.parametrize("policy", ["everything", "naive", "spread", "redknot"])
 def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: str):
     """Of a request that was loaded vLLM counts drafts in its first step, in which there are none."""
     plain, grafted = drafted["off"], drafted[policy]
@@ -71,9 +74,10 @@ def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: s
     assert grafted["accepted"] / (grafted["drafted"] - NUM_DRAFTED) > rate - 0.05
 
 
-def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Asked):
+@pytest.mark.parametrize("policy", ["everything", "redknot"])
+def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Asked, policy: str):
     """To rounding: all keys and values of the draft model, whatever it takes from the model."""
-    np.testing.assert_allclose(drafted["everything"]["draft"], drafted["off"]["draft"], atol=1e-4)
+    np.testing.assert_allclose(drafted[policy]["draft"], drafted["off"]["draft"], atol=1e-4)
 
 
 @pytest.mark.parametrize("drafted", ["itself", "another", "eagle"], indirect=True)

@@ -14,6 +14,7 @@ from models import make_adapter
 
 pytestmark = pytest.mark.slow
 
+BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 ROOM = (
     8  # for adapters, more than there are: on a CPU vLLM computes requests without one by the last slot, if others run
@@ -80,12 +81,13 @@ def test_adapters_change_every_answer(truth: HostProcess, adapters: list[dict[st
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
+@pytest.mark.parametrize("options", [EVERYTHING, BY_HEAD], ids=str)
 def test_recomputing_everything_gives_the_adapters_own_answer(
-    truth: HostProcess, roomy: HostProcess, adapters: list[dict[str, Any]]
+    truth: HostProcess, roomy: HostProcess, adapters: list[dict[str, Any]], options: dict[str, Any]
 ):
     for number, adapter in enumerate((None, *adapters)):
         read(roomy, DOCUMENT, adapter, "exact")
-        ask = Ask(prompt(number, DOCUMENT), EVERYTHING, "exact", adapter=adapter)
+        ask = Ask(prompt(number, DOCUMENT), options, "exact", adapter=adapter)
         [answer], [expected] = roomy.ask(ask), truth.ask(plain(ask))
         assert answer.grafted >= len(DOCUMENT) - 2 * BLOCK
         assert answer.report["recomputed_tokens"] == answer.grafted

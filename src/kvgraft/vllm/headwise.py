@@ -35,6 +35,7 @@ class HeadwisePrefill(VllmPrefill):
             raise ValueError(f"{len(self.plan.lengths)} prompts: heads choose for one")
         self.head_map = head_map
         self._projected: tuple[int, Hidden, Sequence[Tensor]] | None = None  # layer, input, queries, keys and values
+        self._written: tuple[int, Tensor, list[tuple[Tensor, Tensor]]] = (-1, self.plan.fresh, [])  # layer, tokens, KV
         self._layouts: list[AttentionLayout] = []  # of the chunks
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
@@ -42,6 +43,7 @@ class HeadwisePrefill(VllmPrefill):
             self._projected = (index, hidden, self._heads_of(index, hidden))
         query, keys, values = self._projected[2]
         keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
+        written = []
         for chunk in self._chunks_of(hidden.where):
             with self._timed(self._stage(hidden)):
                 slots, new_keys, new_values = chunk.slots, keys[chunk.rows], values[chunk.rows]
@@ -51,6 +53,8 @@ class HeadwisePrefill(VllmPrefill):
                     new_keys = torch.where(mine, old_keys, new_keys)
                     new_values = torch.where(mine, old_values, new_values)
                 self._host.write_layer(index, new_keys, new_values, slots)
+                written.append((new_keys, new_values))
+        self._written = (index, hidden.where, written)
         self._query = (index, hidden.where, query)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
@@ -60,9 +64,7 @@ class HeadwisePrefill(VllmPrefill):
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
         heads = LayerHeads(tuple(range(count)), (0,) * count, local)
         with self._timed(stage):
-            [slots] = self._slots
-            copied = self._host.read_layer(index, slots[:, : self.plan.num_tokens])
-            keys, values = (rows.transpose(0, 1).contiguous() for rows in copied)  # [Hkv, T, d]
+            keys, values = (rows.transpose(0, 1).contiguous() for rows in self._cached(index))  # [Hkv, T, d]
         for chunk, layout in zip(self._chunks_of(hidden.where), self._layouts, strict=True):
             self._spend(chunk.positions.numel() // ATTEND)
             with self._timed(stage):
@@ -95,6 +97,14 @@ class HeadwisePrefill(VllmPrefill):
             summed = self._host.agree(torch.tensor([float(counts[name]) for name in names]), "sum")
             for name, total in zip(names, summed.tolist(), strict=True):
                 counts[name] = int(total)
+
+    def _cached(self, index: int) -> Sequence[Tensor]:
+        """Keys and values [T, Hkv, d] as they lie in the cache, which is not read if all of them were just written."""
+        at, where, written = self._written
+        if at == index and bool(where.all()) and not self._host.is_quantised:
+            return [torch.cat(parts) for parts in zip(*written, strict=True)]
+        [slots] = self._slots
+        return self._host.read_layer(index, slots[:, : self.plan.num_tokens])
 
     def _heads_of(self, index: int, hidden: Hidden) -> Sequence[Tensor]:
         """Queries [n, Hq, d], keys and values [n, Hkv, d] of these tokens."""
