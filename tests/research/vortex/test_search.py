@@ -72,7 +72,9 @@ def test_the_diversity_of_what_models_proposed_is_written(tmp_path: Path, capsys
     told = json.loads(capsys.readouterr().out)
     assert {name: own["pairs"] for name, own in told.items()} == {"opus": 190, "sonnet": 190, "gpt": 190}
     assert told == json.loads((tmp_path / "diversity.json").read_text())
-    assert told == json.loads((RESULTS / "diversity.json").read_text()), "run research.vortex.diversity again"
+    written = json.loads((RESULTS / "diversity.json").read_text())
+    assert written.pop("search")["pairs"] == 435, "of the thirty candidates of search.json"
+    assert told == written, "run research.vortex.diversity again"
     assert (tmp_path / "diversity.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="distances are of pairs, got 1 flows"):
         diversity.distances(["quest", "dense"])
