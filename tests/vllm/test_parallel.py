@@ -36,6 +36,7 @@ def run(model: Path, log: Path, **engine: Any) -> Any:
     return json.loads(said)
 
 
+@pytest.mark.soak  # `test_compat` has the reason
 def test_stages_are_refused(model: Path, tmp_path: Path):
     said = run(model, log := tmp_path / "log", pipeline_parallel_size=2)
     assert "Engine core initialization failed" in said["refused"]

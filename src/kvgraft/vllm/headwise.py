@@ -47,12 +47,15 @@ class HeadwisePrefill(VllmPrefill):
         for chunk in self._chunks_of(hidden.where):
             with self._timed(self._stage(hidden)):
                 slots, new_keys, new_values = chunk.slots, keys[chunk.rows], values[chunk.rows]
-                if any(reused):
-                    old_keys, old_values = self._host.read_layer(index, slots)
+                old = self._host.read_layer(index, slots) if any(reused) else None
+                if self._host.is_quantised:  # rounded as vLLM does
+                    self._host.store_layer(index, new_keys, new_values, slots)
+                    new_keys, new_values = self._host.read_layer(index, slots)
+                if old is not None:
                     mine = keeps[chunk.rows].to(slots.device)
-                    new_keys = torch.where(mine, old_keys, new_keys)
-                    new_values = torch.where(mine, old_values, new_values)
-                self._host.write_layer(index, new_keys, new_values, slots)
+                    new_keys, new_values = torch.where(mine, old[0], new_keys), torch.where(mine, old[1], new_values)
+                if old is not None or not self._host.is_quantised:
+                    self._host.write_layer(index, new_keys, new_values, slots)
                 written.append((new_keys, new_values))
         self._written = (index, hidden.where, written)
         self._query = (index, hidden.where, query)

@@ -123,6 +123,11 @@ class ModelHost(LayerCaches):
         for at, own_keys, own_values in self._by_attention(index, keys, values):
             self.write(at, own_keys, own_values, slots[self.group_of[at]])
 
+    def store_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """As `write_layer`, but as the attention itself does, which may round in another way."""
+        for at, own_keys, own_values in self._by_attention(index, keys, values):
+            self._update(at, own_keys, own_values, slots[self.group_of[at]])
+
     def _by_attention(self, index: int, keys: Tensor, values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Keys and values [n, Hkv, d] of a decoder layer, by the attention layers that have these heads."""
         own = self.attentions_of(index)
@@ -210,7 +215,7 @@ class ModelHost(LayerCaches):
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None:
-                self._store(index, key, value, slots)  # as the attention is about to
+                self.store_layer(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
         with self._context(index, slots, metadata), self._watch(index, watch):
@@ -220,7 +225,7 @@ class ModelHost(LayerCaches):
     def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
         query, key, value = self.heads_of(index, slots, positions, hidden, residual)
-        self._store(index, key, value, slots)
+        self.store_layer(index, key, value, slots)
         return query
 
     def heads_of(
@@ -317,11 +322,6 @@ class ModelHost(LayerCaches):
             return latent.parts(self.layers[index].attention, *given[:3])
         query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
         return query, key, value
-
-    def _store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] as the attention of a decoder layer does."""
-        for at, own_keys, own_values in self._by_attention(index, keys, values):
-            self._update(at, own_keys, own_values, slots[self.group_of[at]])
 
     def _no_slots(self, positions: Tensor) -> Tensor:
         """Slots of tokens that are not kept, [groups, n]."""
