@@ -120,18 +120,21 @@ class ModelHost(LayerCaches):
 
     def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as `write` does."""
-        for at, own_keys, own_values in self._by_attention(index, keys, values):
-            self.write(at, own_keys, own_values, slots[self.group_of[at]])
+        for given in self._by_attention(index, keys, values, slots):
+            self.write(*given)
 
     def store_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """As `write_layer`, but as the attention itself does, which may round in another way."""
-        for at, own_keys, own_values in self._by_attention(index, keys, values):
-            self._update(at, own_keys, own_values, slots[self.group_of[at]])
+        for given in self._by_attention(index, keys, values, slots):
+            self._update(*given)
 
-    def _by_attention(self, index: int, keys: Tensor, values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Keys and values [n, Hkv, d] of a decoder layer, by the attention layers that have these heads."""
+    def _by_attention(
+        self, index: int, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Keys and values [n, Hkv, d] of a decoder layer and slots [n], by the attention layers with these heads."""
         own = self.attentions_of(index)
-        return zip(own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), strict=True)
+        slots_of = [slots[self.group_of[at]] for at in own]
+        return zip(own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), slots_of, strict=True)
 
     def normed(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
