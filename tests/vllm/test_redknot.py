@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from engines import BLOCK, OFF, Ask, words
+from engines import BLOCK, EVERY_HEAD, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 from torch import Tensor
@@ -33,7 +33,6 @@ SEES_WINDOWS = [
     SMALL | {"edge_mass_share": 1.0, "dense_layers": 1, "repair": "off"},
     SMALL | {"reuse": "off", "unit": "block"},
 ]
-NOTHING_LEFT_OUT = {"mass_share": 1.0, "windows": "off", "reuse": "off"}
 Found = list[tuple[list[tuple[Tensor, Tensor]], Tensor, dict[str, int]]]  # KV of the layers, last states, counts
 
 
@@ -112,7 +111,7 @@ def test_leaving_out_nothing_is_exact(reader: Host, plain: HostProcess):
     """Also beside others, and in as many steps of vLLM as its budget makes of it."""
     other = words(200, 9)
     decoding = reader.add(Ask(other, OFF, max_tokens=60))
-    names = [reader.add(Ask(PROMPT, asking(NOTHING_LEFT_OUT), max_tokens=40)) for _ in range(2)]
+    names = [reader.add(Ask(PROMPT, EVERY_HEAD, max_tokens=40)) for _ in range(2)]
     steps = reader.step_until(lambda: all(name in reader.outputs for name in names))
     assert steps >= 2 * len(PROMPT) // 256
     answers = reader.finish(*names, decoding)

@@ -47,10 +47,11 @@ class HeadwisePrefill(VllmPrefill):
                 slots = chunk.slots[self._host.group_of[index]]
                 new_keys, new_values = keys[chunk.rows], values[chunk.rows]
                 if any(reused):
-                    (old_keys, old_values), mine = self._host.read(index, slots), keeps[chunk.rows].to(slots.device)
+                    mine = keeps[chunk.rows].to(slots.device)
+                    old_keys, old_values = self._host.read_again(index, slots)
                     new_keys = torch.where(mine, old_keys, new_keys)
                     new_values = torch.where(mine, old_values, new_values)
-                self._host.write(index, new_keys, new_values, slots)
+                self._host.store(index, new_keys, new_values, slots)
         self._query = (index, hidden.where, query)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:

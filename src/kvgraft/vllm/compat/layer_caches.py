@@ -112,10 +112,22 @@ class LayerCaches:
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
-        if self._is_quantised:
-            (k_scale, v_scale), dtype = self._scales(index), self.dtype
-            keys, values = as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
+        self._update(index, *self._as_written(index, keys, values), slots)
+
+    def read_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in these slots, each [n, Hkv, d], as `store` takes them to store them bit for bit."""
+        return self._as_written(index, *self.read_codes(index, slots))
+
+    def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [n, Hkv, d] that were computed, as the model's own attention does: where the cache is
+        quantised it may round otherwise than `write`."""
         self._update(index, keys, values, slots)
+
+    def _as_written(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._is_quantised:
+            return keys, values
+        (k_scale, v_scale), dtype = self._scales(index), self.dtype
+        return as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where the cache is
