@@ -36,6 +36,7 @@ class LayerCaches:
         num_kv_heads, head_dim: of what is cached of a token.
         cache_dtype: as vLLM calls it; `code_dtype`: of what the cache holds.
         is_latent: whether keys are latents (MLA) and values have no channels.
+        rounds: whether what is stored is read back as other numbers.
         is_packed: whether blocks lie as an instruction set of CPUs wants them, not as rows of numbers.
 
     Raises:
@@ -60,6 +61,7 @@ class LayerCaches:
         self.cache_dtype: str = first.kv_cache_dtype
         self._is_quantised = self.cache_dtype in FP8
         self.code_dtype: torch.dtype = FP8.get(self.cache_dtype, first.kv_cache.dtype)
+        self.rounds = self.code_dtype != dtype
         self._check_layout()
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:

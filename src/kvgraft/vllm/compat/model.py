@@ -14,7 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kv.rope import Rope
-from kvgraft.vllm.compat import latent
+from kvgraft.vllm.compat import head_attention, latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
@@ -202,11 +202,24 @@ class ModelHost(LayerCaches):
         self.adapters.map_rows(len(attended))
         return self.layers[index].project_output(attended.flatten(1)), hidden + residual
 
+    @property
+    def attends_by_head(self) -> bool:
+        """Whether `attend_heads` works."""
+        return head_attention.attends_by_head(self.attentions[0])
+
+    def head_metadata(self, index: int, common: Any, num_heads: int) -> Any:
+        """For `attend_heads` of so many KV heads at a layer, from `common_metadata` of its group."""
+        return head_attention.metadata_of(self._builders[self._builder_of[index]], common, num_heads)
+
+    def attend_heads(self, index: int, heads: slice, query: Tensor, metadata: Any) -> Tensor:
+        """The stock attention of some KV heads, from their queries [n, Hq, d] to what is cached of them: [n, Hq, d]."""
+        return head_attention.attend(self.attentions[index], heads, query, metadata)
+
     def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The rest of a layer, from what `add_attention` has returned."""
         layer = self.layers[index]
         with self._context(index, torch.full_like(positions, NO_SLOT)), layer.after_attention(hidden):
-            return layer(positions, torch.zeros_like(hidden), residual)
+            return layer(positions, hidden, residual)
 
     def run_around(
         self,
