@@ -28,6 +28,7 @@ ENVIRONMENT = {
 OFF = {"reuse": "off"}
 NAIVE = {"policy": "naive"}
 EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}  # recomputes every grafted token: the answer must be exact
+EVERY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}  # likewise, head by head
 
 
 def words(number: int, seed: int) -> list[int]:

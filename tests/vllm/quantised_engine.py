@@ -13,14 +13,16 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import torch  # noqa: E402
-from engines import EVERYTHING, NAIVE, OFF, Ask, words  # noqa: E402
+from engines import EVERY_HEAD, EVERYTHING, NAIVE, OFF, Ask, words  # noqa: E402
 from hosts import Host  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kvgraft.kv.heads import HeadClass  # noqa: E402
 from kvgraft.kv.rope import rotate  # noqa: E402
+from kvgraft.methods import count_layers  # noqa: E402
+from kvgraft.prefill.policies import RedKnot  # noqa: E402
 
 ROUNDING = {"fp8": (2**-4, 2**-10), "fp8_e4m3": (2**-4, 2**-10), "fp8_e5m2": (2**-3, 2**-17)}
-BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
 DOCUMENT, OTHER, OPENING = words(300, 1), words(200, 2), words(100, 3)
 PROMPTS = [
     words(10, 4) + OTHER + DOCUMENT + words(5, 5),
@@ -47,23 +49,26 @@ def codes_while_decoding(host: Host, prompt: list[int], options: dict[str, Any],
     return keys, values, slots, host.finish(name)[0]
 
 
-def recomputed(host: Host) -> dict[str, Any]:
+def recomputed(host: Host, everything: dict[str, Any]) -> dict[str, Any]:
     """Everything is recomputed, so that codes are those of full prefill."""
     host.forget()
     host.read(OPENING + DOCUMENT, OTHER)
-    together = host.ask(*[Ask(prompt, EVERYTHING) for prompt in PROMPTS])
-    keys, values, _, _ = codes_while_decoding(host, PROMPTS[0], EVERYTHING)
+    together = host.ask(*[Ask(prompt, everything) for prompt in PROMPTS])
+    keys, values, _, _ = codes_while_decoding(host, PROMPTS[0], everything)
     exact_keys, exact_values, _, _ = codes_while_decoding(host, PROMPTS[0], OFF, salt="another")
-    host.read(OPENING + DOCUMENT, OTHER, salt="by head")
-    by_head = host.ask(*[Ask(prompt, BY_HEAD, "by head") for prompt in PROMPTS])
     return {
         "recomputed": [answer.tokens for answer in together],
-        "by_head": [answer.tokens for answer in by_head],
-        "by_head_grafted": [answer.grafted > 150 for answer in by_head],
         "recomputed_grafted": [answer.grafted > 150 for answer in together],
         "recomputed_prefix": [answer.report["prefix_tokens"] for answer in together],
         "different_codes": float(((keys != exact_keys) | (values != exact_values)).float().mean()),
+        "relative_error": max(_error(host, *pair) for pair in ((keys, exact_keys), (values, exact_values))),
     }
+
+
+def _error(host: Host, codes: Tensor, exact: Tensor) -> float:
+    """Of all numbers that these codes are, together."""
+    found, expected = (part.view(host.model.code_dtype).float() for part in (codes, exact))
+    return float((found - expected).norm() / expected.norm())
 
 
 def grafted(host: Host, moved: int) -> dict[str, Any]:
@@ -96,6 +101,29 @@ def grafted(host: Host, moved: int) -> dict[str, Any]:
         "values": int((values != held_values[:, : stop - start]).sum()),
         "keys": int((keys != held[:, : stop - start]).sum()),
         "keys_over_bound": int((error > limit).sum()),
+    }
+
+
+def grafted_by_head(host: Host) -> dict[str, int]:
+    """Of a document that is moved: how many codes of reused heads are not what a naive graft has, in deep layers, and
+    in how many (token, layer, head) any number is another than it."""
+    host.forget()
+    host.read(DOCUMENT)
+    prompt = words(45, 4) + DOCUMENT + words(5, 5)
+    naive, naive_values, _, answer = codes_while_decoding(host, prompt, NAIVE)
+    [(start, stop)] = [(a, b) for a, b, kind in answer.report["spans"] if kind == "grafted"]
+    by_head = {"policy": "redknot:edge_mass_share=1.0,repair=off,recent_tokens=8,min_ffn_tokens=4"}
+    keys, values, _, _ = codes_while_decoding(host, prompt, by_head)
+    differs = ((keys != naive) | (values != naive_values))[:, start:stop].any(-1)  # [L, n, Hkv]
+    heads = host.queue._head_map
+    shallow = count_layers(None, RedKnot.dense_share, len(differs))
+    reused = [heads.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL) for layer in range(len(differs))]
+    reused_deep = torch.tensor(reused) & (torch.arange(len(differs)) >= shallow)[:, None]
+    return {
+        "grafted": stop - start,
+        "reused_but_other": int(differs.transpose(1, 2)[reused_deep].sum()),
+        "computed_but_same": int((~differs).transpose(1, 2)[~reused_deep].sum()),
+        "computed": int((~reused_deep).sum()) * (stop - start),
     }
 
 
@@ -136,10 +164,12 @@ def main(answers: IO[str]) -> None:
     first = host.model.attentions[0]
     found = {
         "scales": [first._k_scale_float, first._v_scale_float],
-        **recomputed(host),
+        **recomputed(host, EVERYTHING),
         "grafts": {str(moved): grafted(host, moved) for moved in (-77, 45, 0)},
         **kept_apart(host),
     }
+    if host.queue._head_map is not None:
+        found |= {"by_head": recomputed(host, EVERY_HEAD), "grafts_by_head": grafted_by_head(host)}
     host.abandon()
     print(json.dumps(found | {"problems": host.problems()}), file=answers, flush=True)
 

@@ -22,8 +22,8 @@ def peak(key: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def main(model: str) -> None:
-    """Read documents, then the same in another order."""
+def main(model: str, policy: str) -> None:
+    """Read documents, then the same in another order under the policy."""
     llm = LLM(
         model=model,
         enforce_eager=True,
@@ -31,7 +31,7 @@ def main(model: str) -> None:
         max_num_batched_tokens=2048,
         block_size=32,
         worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer_config(policy="sparsex:boundary_layers=1,recompute_share=0.1"),
+        kv_transfer_config=transfer_config(policy=policy),
     )
     random = np.random.default_rng(0)
     documents = np.array_split(random.integers(3, 150, TOKENS - 200), 20)
@@ -50,4 +50,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

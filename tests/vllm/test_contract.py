@@ -129,19 +129,23 @@ HANDED = {
     ("compat/model.py", "", "builder"): BUILDERS,
     ("compat/model.py", "", "self._builders[0]"): BUILDERS,
     ("compat/model.py", "", "self._builders[0].kv_cache_spec"): SPEC,
+    ("compat/head_attention.py", "", "builder"): BUILDERS.split()[0],
+    ("compat/head_attention.py", "", "part"): BUILDERS.split()[0],
+    ("compat/head_attention.py", "", "attention"): ATTENTION,
+    ("compat/head_attention.py", "", "attention.impl"): IMPLS.split()[0],
     ("compat/head_maps.py", "", "config"): CONFIG,
     ("compat/head_maps.py", "", "config.model_config"): MODEL_CONFIG,
     ("compat/head_maps.py", "", "model"): MODEL_CONFIG,
     ("compat/head_maps.py", "", "parallel"): PARALLEL,
     ("compat/turning.py", "", "config"): CONFIG,
     ("compat/turning.py", "", "config.model_config"): MODEL_CONFIG,
-    ("compat/model.py", "", "attentions[0]"): ATTENTION,
+    ("compat/model.py", "", "self.attentions[0]"): ATTENTION,
     ("compat/layer_caches.py", "", "first"): ATTENTION,
     ("compat/layer_caches.py", "", "attention"): ATTENTION,
     ("compat/model.py", "", "self.attentions[at]"): ATTENTION,
     ("compat/model.py", "", "attention"): ATTENTION,
     ("compat/cache_dtype.py", "", "cache"): CACHE,
-    ("compat/model.py", "", "attentions[0].impl"): IMPLS,
+    ("compat/model.py", "", "self.attentions[0].impl"): IMPLS,
     ("compat/layer_caches.py", "", "attention.impl"): IMPLS,
     ("compat/model.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
     ("worker.py", "", "super()"): WORKERS,
@@ -505,6 +509,7 @@ def test_layers_can_be_run_in_steps(architecture: str):
     forward = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(layers[0].forward))))
     added = r"hidden_states = self\.self_attn\(.*\)\n *\(?hidden_states, residual\)? = self\.post_attention_layernorm\("
     assert re.search(added + r"hidden_states, residual\)\n", forward), "the residual stream is not added to as it is"
+    assert "self.input_layernorm(hidden_states, residual)" in forward, "DecoderLayer.after_attention leaves it out"
     assert any("output, _ = self.o_proj(attn_output)" in inspect.getsource(m) for m in modules)
 
 

@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 import warm
 from draft_models import make_eagle, make_eagle3, make_target
-from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, OFF, words
+from engines import BLOCK, ENVIRONMENT, EVERY_HEAD, EVERYTHING, NAIVE, OFF, words
 
-from models import make_model
+from kvgraft.kv.heads import HEAD_MAP_FILE
+from models import make_head_map, make_model
 
 pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("drafting_engine.py")
 CONDENSE = {"policy": "condense"}
+BY_HEAD = {"policy": "redknot:dense_layers=0,recent_tokens=8,min_ffn_tokens=4"}
 POLICIES = {
-    "off": OFF, "everything": EVERYTHING, "naive": NAIVE, "spread": {"policy": "spread"},
-    "redknot": {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}, "condense": CONDENSE,
+    "off": OFF, "everything": EVERYTHING, "every head": EVERY_HEAD, "naive": NAIVE, "spread": {"policy": "spread"},
+    "by head": BY_HEAD, "condense": CONDENSE,
 }  # fmt: skip
 DOCUMENT, QUESTION = words(300, 1), words(9, 2)
 PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
@@ -35,7 +37,9 @@ def run(model: Path, drafts: dict[str, Any] | None) -> Asked:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that drafts are for."""
-    return make_target(tmp_path_factory.mktemp("target"))
+    found = make_target(tmp_path_factory.mktemp("target"))
+    make_head_map(found).save(found / HEAD_MAP_FILE)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_drafts_change_no_answer(drafted: Asked, undrafted: Asked, policy: str):
 
 
 @pytest.mark.parametrize("drafted", ["itself", "eagle"], indirect=True)
-@pytest.mark.parametrize("policy", ["everything", "naive", "spread", "redknot"])
+@pytest.mark.parametrize("policy", ["everything", "every head", "naive", "spread", "by head"])
 def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: str):
     """Of a request that was loaded vLLM counts drafts in its first step, in which there are none."""
     plain, grafted = drafted["off"], drafted[policy]
@@ -74,7 +78,7 @@ def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: s
     assert grafted["accepted"] / (grafted["drafted"] - NUM_DRAFTED) > rate - 0.05
 
 
-@pytest.mark.parametrize("policy", ["everything", "redknot"])
+@pytest.mark.parametrize("policy", ["everything", "every head"])
 def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Asked, policy: str):
     """To rounding: all keys and values of the draft model, whatever it takes from the model."""
     np.testing.assert_allclose(drafted[policy]["draft"], drafted["off"]["draft"], atol=1e-4)

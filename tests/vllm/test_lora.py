@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
+from engines import BLOCK, EVERY_HEAD, EVERYTHING, NAIVE, OFF, Ask, words
 from processes import HostProcess
 
 from models import make_adapter
 
 pytestmark = pytest.mark.slow
 
-BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 ROOM = (
     8  # for adapters, more than there are: on a CPU vLLM computes requests without one by the last slot, if others run
@@ -81,17 +80,44 @@ def test_adapters_change_every_answer(truth: HostProcess, adapters: list[dict[st
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
-@pytest.mark.parametrize("options", [EVERYTHING, BY_HEAD], ids=str)
 def test_recomputing_everything_gives_the_adapters_own_answer(
-    truth: HostProcess, roomy: HostProcess, adapters: list[dict[str, Any]], options: dict[str, Any]
+    truth: HostProcess, roomy: HostProcess, adapters: list[dict[str, Any]]
 ):
     for number, adapter in enumerate((None, *adapters)):
         read(roomy, DOCUMENT, adapter, "exact")
-        ask = Ask(prompt(number, DOCUMENT), options, "exact", adapter=adapter)
+        ask = Ask(prompt(number, DOCUMENT), EVERYTHING, "exact", adapter=adapter)
         [answer], [expected] = roomy.ask(ask), truth.ask(plain(ask))
         assert answer.grafted >= len(DOCUMENT) - 2 * BLOCK
         assert answer.report["recomputed_tokens"] == answer.grafted
         assert answer.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("room", ["roomy", "cramped"])
+def test_heads_are_recomputed_under_the_adapter_in_all_three_steps(
+    truth: HostProcess, adapters: list[dict[str, Any]], room: str, request: pytest.FixtureRequest
+):
+    """`redknot`: projections, what follows the attention, and FFNs; beside others, in several steps of vLLM."""
+    process: HostProcess = request.getfixturevalue(room)
+    users = [None, *adapters] if room == "roomy" else adapters
+    for adapter in users:
+        read(process, DOCUMENT, adapter, "heads")
+    asks = [
+        Ask(prompt(number, DOCUMENT), EVERY_HEAD, "heads", adapter=adapter) for number, adapter in enumerate(users * 2)
+    ]
+    for answer, expected in zip(process.ask(*asks), truth.ask(*map(plain, asks)), strict=True):
+        assert answer.grafted == answer.report["recomputed_tokens"] >= len(DOCUMENT) - 2 * BLOCK
+        assert answer.tokens == expected.tokens
+
+
+def test_heads_reuse_what_was_read_under_the_adapter(roomy: HostProcess, adapters: list[dict[str, Any]]):
+    for adapter in adapters:
+        read(roomy, DOCUMENT, adapter, "reused heads")
+    by_head = {"policy": "redknot:repair=off,recent_tokens=8,min_ffn_tokens=4"}
+    asks = [Ask(prompt(1, DOCUMENT), by_head, "reused heads", adapter=adapter) for adapter in adapters]
+    one_by_one = [roomy.ask(ask)[0] for ask in asks]
+    assert all(answer.grafted for answer in one_by_one)
+    assert one_by_one[0].tokens != one_by_one[1].tokens
+    assert [answer.tokens for answer in roomy.ask(*asks)] == [answer.tokens for answer in one_by_one]
 
 
 def test_what_is_grafted_is_what_was_read_under_the_adapter(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from engines import BLOCK, OFF, Ask, words
+from engines import BLOCK, EVERY_HEAD, OFF, Answer, Ask, words
 from hosts import Host
 from processes import HostProcess
 from torch import Tensor
@@ -33,7 +33,6 @@ SEES_WINDOWS = [
     SMALL | {"edge_mass_share": 1.0, "dense_layers": 1, "repair": "off"},
     SMALL | {"reuse": "off", "unit": "block"},
 ]
-NOTHING_LEFT_OUT = {"mass_share": 1.0, "windows": "off", "reuse": "off"}
 Found = list[tuple[list[tuple[Tensor, Tensor]], Tensor, dict[str, int]]]  # KV of the layers, last states, counts
 
 
@@ -85,14 +84,39 @@ def native(model: Path) -> Iterator[Engine]:
 def test_states_keys_and_values_are_those_of_the_native_engine(
     reader: Host, native: Engine, found: Found, options: dict[str, Any]
 ):
-    native.generate([Request(PROMPT, Watched(**options), SamplingParams(max_tokens=1), remember=False)])
-    [answer] = reader.ask(Ask(PROMPT, asking(options, "watched")))
+    compare(reader, native, found, options, PROMPT, NUM_KNOWN)
+
+
+@pytest.mark.parametrize("options", [SEES_ALL[1], SMALL], ids=str)
+def test_they_are_behind_an_exact_prefix_too(reader: Host, native: Engine, found: Found, options: dict[str, Any]):
+    prompt = DOCUMENTS[0] + PROMPT[: len(PROMPT) - QUESTION - len(DOCUMENTS[0])] + words(QUESTION, 7)
+    answer = compare(reader, native, found, options, prompt, len(DOCUMENTS[1]))
+    assert answer.report["prefix_tokens"] == len(DOCUMENTS[0])
+
+
+@pytest.mark.parametrize("options", [SEES_ALL[1], SMALL], ids=str)
+def test_they_are_where_vllm_s_kernel_takes_no_heads_apart(
+    reader: Host, native: Engine, found: Found, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    """Our own attention of all heads, as on GPUs."""
+    assert reader.model.attends_by_head
+    monkeypatch.setattr(type(reader.model), "attends_by_head", False)
+    compare(reader, native, found, options, PROMPT, NUM_KNOWN)
+
+
+def compare(
+    reader: Host, native: Engine, found: Found, options: dict[str, Any], prompt: list[int], num_grafted: int
+) -> Answer:
+    """Keys and values of all tokens, what leaves the last layer, and counts, of both hosts."""
+    native.generate([Request(prompt, Watched(**options), SamplingParams(max_tokens=1), remember=False)])
+    [answer] = reader.ask(Ask(prompt, asking(options, "watched")))
     expected, ours = found
-    assert answer.grafted == NUM_KNOWN
+    assert answer.grafted == num_grafted
     torch.testing.assert_close(ours[0], expected[0], atol=1e-4, rtol=1e-4)
     logits = [native.decoder.logits(states[-1:]) for _, states, _ in (ours, expected)]
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
     assert answer.report["counts"] == ours[2] == expected[2]
+    return answer
 
 
 @pytest.mark.parametrize("options", SEES_ALL, ids=str)
@@ -112,7 +136,7 @@ def test_leaving_out_nothing_is_exact(reader: Host, plain: HostProcess):
     """Also beside others, and in as many steps of vLLM as its budget makes of it."""
     other = words(200, 9)
     decoding = reader.add(Ask(other, OFF, max_tokens=60))
-    names = [reader.add(Ask(PROMPT, asking(NOTHING_LEFT_OUT), max_tokens=40)) for _ in range(2)]
+    names = [reader.add(Ask(PROMPT, EVERY_HEAD, max_tokens=40)) for _ in range(2)]
     steps = reader.step_until(lambda: all(name in reader.outputs for name in names))
     assert steps >= 2 * len(PROMPT) // 256
     answers = reader.finish(*names, decoding)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.memoised import forget, memoised
 
 LONG_RUN = 256  # queries
 LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
@@ -243,6 +243,10 @@ class AttentionLayout:
     def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory that all layers of a step overwrite in turn: to have it anew would cost more than to fill it."""
         return torch.empty(shape, dtype=dtype, device=self.query_positions.device)
+
+    def give_room_back(self) -> None:
+        """Where layers compute several layouts in turn, which would all keep theirs."""
+        forget(self, "room")
 
     @cached_property
     def decode_buckets(self) -> list[tuple[int, ...]]:

@@ -21,3 +21,10 @@ def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
         return known[key]
 
     return remembered
+
+
+def forget(owner: object, method: str) -> None:
+    """Let go of what this memoised method of an object has returned so far."""
+    known: dict[Any, Any] = vars(owner).get("_memoised", {})
+    for key in [key for key in known if key[0] == method]:
+        del known[key]

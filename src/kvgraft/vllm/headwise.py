@@ -1,6 +1,7 @@
 """Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place of its own."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,25 @@ from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
 ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
 
 
+@dataclass
+class Projected:
+    """Queries [n, Hq, d], keys and values [n, Hkv, d] of some tokens at a layer, as computed; their slots int64
+    [groups, n]."""
+
+    index: int
+    hidden: Hidden
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
 class HeadwisePrefill(VllmPrefill):
     """One recovery of one prompt, head by head (RedKnot 4.2).
 
-    The attention reads a copy of a layer's keys and values, since no stock kernel lets some heads see sinks and window
-    only. Beside what `VllmPrefill` holds a token takes 4 Hkv d numbers: keys and values as computed, and as copied.
+    No stock kernel lets some heads see sinks and window only, so their attention is ours. The other heads attend
+    through vLLM's kernel where that takes some heads of a cache. Beside what `VllmPrefill` holds a token takes
+    6 Hkv d numbers: keys and values as computed, with what is reused of them, and as copied for our attention.
 
     Args:
         head_map: of the KV heads of this rank.
@@ -34,64 +49,70 @@ class HeadwisePrefill(VllmPrefill):
         if len(self.plan.lengths) != 1:
             raise ValueError(f"{len(self.plan.lengths)} prompts: heads choose for one")
         self.head_map = head_map
-        self._projected: tuple[int, Hidden, Sequence[Tensor]] | None = None  # layer, input, queries, keys and values
-        self._written: tuple[int, Tensor, list[tuple[Tensor, Tensor]]] = (-1, self.plan.fresh, [])  # layer, tokens, KV
+        self._projected: Projected | None = None
+        self._now: tuple[int, Tensor, Tensor] | None = None  # layer, keys and values [T, Hkv, d] as the cache has them
         self._layouts: list[AttentionLayout] = []  # of the chunks
+        self._head_metadata: dict[tuple[int, int, int], Any] = {}  # by group, first row of a chunk, number of KV heads
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
-        if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
-            self._projected = (index, hidden, self._heads_of(index, hidden))
-        query, keys, values = self._projected[2]
-        keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
-        written = []
-        for chunk in self._chunks_of(hidden.where):
-            with self._timed(self._stage(hidden)):
-                slots, new_keys, new_values = chunk.slots, keys[chunk.rows], values[chunk.rows]
-                old = self._host.read_layer(index, slots) if any(reused) else None
-                if self._host.is_quantised:  # rounded as vLLM does
-                    self._host.store_layer(index, new_keys, new_values, slots)
-                    new_keys, new_values = self._host.read_layer(index, slots)
-                if old is not None:
-                    mine = keeps[chunk.rows].to(slots.device)
-                    new_keys, new_values = torch.where(mine, old[0], new_keys), torch.where(mine, old[1], new_values)
-                if old is not None or not self._host.is_quantised:
-                    self._host.write_layer(index, new_keys, new_values, slots)
-                written.append((new_keys, new_values))
-        self._written = (index, hidden.where, written)
-        self._query = (index, hidden.where, query)
+        found = self._projected
+        if found is None or found.index != index or found.hidden is not hidden:
+            found = self._projected = self._project(index, hidden)
+        with self._timed(self._stage(hidden)):
+            self._now = None  # makes room
+            keys, values = self._with_grafts(found, reused, kept)
+            for chunk in self._chunks_of(hidden.where):
+                rows = chunk.rows
+                self._host.store_layer(index, keys[rows], values[rows], chunk.slots)
+            self._now = self._whole(found, keys, values)
+        self._query = (index, hidden.where, found.query)
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
         computed_at, where, query = self._last_query()
         if computed_at != index or not where.equal(hidden.where):
             raise ValueError(f"layer {index} has no projection of these tokens")
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
-        heads = LayerHeads(tuple(range(count)), (0,) * count, local)
+        self._projected, heads = None, LayerHeads(tuple(range(count)), (0,) * count, local)
+        copied = [head for head in range(count) if local[head] or not self._host.attends_by_head]
         with self._timed(stage):
-            keys, values = (rows.transpose(0, 1).contiguous() for rows in self._cached(index))  # [Hkv, T, d]
+            pools = [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)] if copied else []
         for chunk, layout in zip(self._chunks_of(hidden.where), self._layouts, strict=True):
-            self._spend(chunk.positions.numel() // ATTEND)
+            if self._spend(chunk.positions.numel() // ATTEND):
+                self._forget_metadata()
             with self._timed(stage):
-                attended = segpaged_attention(query[chunk.rows], keys, values, heads, layout, self._scale)
-                after = self._host.add_attention(index, attended, *hidden.states[chunk.rows].unbind(1))
-                states[chunk.rows] = torch.stack(after, dim=1)
+                attended = self._attended(index, chunk, layout, query[chunk.rows], heads, pools)
+                before = hidden.states[chunk.rows].unbind(1)
+                states[chunk.rows, 0], states[chunk.rows, 1] = self._host.add_attention(index, attended, *before)
+            if len(self._layouts) > 1:
+                layout.give_room_back()
         self.computed += self._counts
         return hidden.with_states(states)
 
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
-        stage, part = self._stage(hidden), hidden.only(where).states
-        positions = self.plan.positions[where].to(part.device)
-        states, fed = hidden.states.clone(), torch.empty_like(part)
-        for first in range(0, len(part), self._host.max_rows):
-            rows = slice(first, first + self._host.max_rows)
-            self._spend(len(part[rows]) // FEED)
+        stage, before = self._stage(hidden), hidden.states
+        positions, rows = self.plan.positions[where].to(before.device), where[hidden.where].nonzero()[:, 0]
+        after = torch.empty_like(before) if len(rows) == len(before) else before.clone()
+        for first in range(0, len(rows), self._host.max_rows):
+            part = slice(first, first + self._host.max_rows)
+            taken = part if len(rows) == len(before) else rows[part].to(before.device)
+            self._spend(positions[part].numel() // FEED)
             with self._timed(stage):
-                before = (half.contiguous() for half in part[rows].unbind(1))
-                fed[rows] = torch.stack(self._host.feed_forward(index, positions[rows], *before), dim=1)
-        states[where[hidden.where]] = fed
-        after_layer = hidden.with_states(states)
+                halves = (half[taken].contiguous() for half in before.unbind(1))
+                after[taken, 0], after[taken, 1] = self._host.feed_forward(index, positions[part], *halves)
+        after_layer = hidden.with_states(after)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
         return after_layer
+
+    def keys(self, index: int, where: Tensor) -> Tensor:
+        if self._now is None or self._now[0] != index:
+            return super().keys(index, where)
+        return self._now[1][where.to(self._host.device)]
+
+    def _keys_at(self, index: int, slots: Tensor) -> Tensor:
+        if slots.shape[1] == self.plan.num_tokens:  # of the one prompt
+            return self._kv_now(index)[0]
+        return super()._keys_at(index, slots)
 
     def sum_counts(self) -> None:
         """Make counts of this rank's heads those of all; heads that several ranks have count on each."""
@@ -101,16 +122,7 @@ class HeadwisePrefill(VllmPrefill):
             for name, total in zip(names, summed.tolist(), strict=True):
                 counts[name] = int(total)
 
-    def _cached(self, index: int) -> Sequence[Tensor]:
-        """Keys and values [T, Hkv, d] as they lie in the cache, which is not read if all of them were just written."""
-        at, where, written = self._written
-        if at == index and bool(where.all()) and not self._host.is_quantised:
-            return [torch.cat(parts) for parts in zip(*written, strict=True)]
-        [slots] = self._slots
-        return self._host.read_layer(index, slots[:, : self.plan.num_tokens])
-
-    def _heads_of(self, index: int, hidden: Hidden) -> Sequence[Tensor]:
-        """Queries [n, Hq, d], keys and values [n, Hkv, d] of these tokens."""
+    def _project(self, index: int, hidden: Hidden) -> Projected:
         self._enter(index, hidden)
         parts = []
         for chunk in self._chunks_of(hidden.where):
@@ -118,10 +130,91 @@ class HeadwisePrefill(VllmPrefill):
             with self._timed(self._stage(hidden)):
                 before = entering(index, hidden.states[chunk.rows])
                 parts.append(self._host.heads_of(index, chunk.slots, chunk.positions, *before))
-        return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+        query, keys, values = (_joined(rows) for rows in zip(*parts, strict=True))
+        return Projected(index, hidden, query, keys, values, self._slots_of(hidden.where))
+
+    def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, Hkv, d] as they are to be stored: of reused heads what the cache has of kept tokens."""
+        rows = (self.plan.grafted & kept)[found.hidden.where].nonzero()[:, 0].to(found.slots.device)
+        if not any(reused) or not rows.numel():
+            return found.keys, found.values
+        where = rows[:, None], torch.tensor(reused, device=rows.device).nonzero()[:, 0]
+        grafts = self._host.read_layer_again(found.index, found.slots[:, rows])
+        keys, values = (
+            computed.index_put(where, old[:, where[1]].to(computed.dtype))
+            for computed, old in zip((found.keys, found.values), grafts, strict=True)
+        )
+        return keys, values
+
+    def _whole(self, found: Projected, keys: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor] | None:
+        """The layer, keys and values [T, Hkv, d] of the prompt, of which these [n, Hkv, d] were just stored; None if
+        the cache has them as other numbers."""
+        where = found.hidden.where
+        if self._host.rounds:
+            return None
+        if bool(where.all()):
+            return found.index, keys, values
+        others = self._host.read_layer(found.index, self._slots_of(~where))
+        here, there = (mask.nonzero()[:, 0].to(keys.device) for mask in (where, ~where))
+        whole_keys, whole_values = (
+            old.new_empty(len(where), *old.shape[1:]).index_copy_(0, there, old).index_copy_(0, here, new)
+            for old, new in zip(others, (keys, values), strict=True)
+        )
+        return found.index, whole_keys, whole_values
+
+    def _kv_now(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, Hkv, d] of the prompt."""
+        if self._now is not None and self._now[0] == index:
+            return self._now[1:]
+        [slots] = self._slots
+        return self._host.read_layer(index, slots[:, : self.plan.num_tokens])
+
+    def _attended(
+        self,
+        index: int,
+        chunk: PrefillChunk,
+        layout: AttentionLayout,
+        query: Tensor,
+        heads: LayerHeads,
+        pools: Sequence[Tensor],
+    ) -> Tensor:
+        """Attention [n, Hq, d] of a chunk's queries; `pools` are keys and values [h, T, d] of the heads that attend
+        through our kernel: all, or those that see a window."""
+        if not self._host.attends_by_head:
+            return segpaged_attention(query, pools[0], pools[1], heads, layout, self._scale)
+        queries = query.unflatten(1, (len(heads.local), -1))  # [n, Hkv, G, d]
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for head_set in heads.whole:
+            metadata, part = self._metadata_of(index, chunk, len(head_set.heads)), head_set.streams
+            found = self._host.attend_heads(index, part, queries[:, part].flatten(1, 2), metadata)
+            output[:, part] = found.unflatten(1, (len(head_set.heads), -1))
+        if heads.windowed:
+            count = len(heads.windowed)
+            every = LayerHeads(tuple(range(count)), (0,) * count, (True,) * count)
+            asking = queries[:, heads.windowed].flatten(1, 2)
+            found = segpaged_attention(asking, pools[0], pools[1], every, layout, self._scale)
+            output[:, heads.windowed] = found.unflatten(1, (count, -1))
+        return output.flatten(1, 2)
+
+    def _metadata_of(self, index: int, chunk: PrefillChunk, num_heads: int) -> Any:
+        group = self._host.group_of[index]  # of its one attention layer
+        key = group, chunk.rows.start, num_heads
+        if key not in self._head_metadata:
+            common = self._host.common_metadata(chunk.runs, self._tables[group], chunk.slots[group])
+            self._head_metadata[key] = self._host.head_metadata(index, common, num_heads)
+        return self._head_metadata[key]
+
+    def _forget_metadata(self) -> None:
+        super()._forget_metadata()
+        self._head_metadata.clear()
 
     def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
         chunks, sees = super()._cut(positions), (self.head_map.sinks, self.head_map.window)
         places = torch.arange(self.plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
         self._layouts = [AttentionLayout.of([positions[0][chunk.rows]], [places], *sees) for chunk in chunks]
+        self._head_metadata.clear()
         return chunks
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

@@ -66,13 +66,20 @@ class DecoderLayer:
         """Have this in the place of the attention layer's own `forward`, which it may call."""
         return _with_forward(self.attention, forward)
 
-    def after_attention(self, output: Tensor) -> AbstractContextManager[None]:
-        """Have the layer take this [n, D] for what its attention adds, and project nothing."""
-        return _with_forward(self.block, lambda *_, **__: output)
+    @contextmanager
+    def after_attention(self, output: Tensor) -> Iterator[None]:
+        """Have the layer take this [n, D] for what its attention adds to the residual that it is given, and compute
+        nothing before that; of the families in `IN_STEPS`."""
+        norm = self.module.input_layernorm
+        with (
+            _with_forward(norm, lambda hidden, residual: (hidden, residual)),
+            _with_forward(self.block, lambda *_, **__: output),
+        ):
+            yield
 
 
 @contextmanager
-def _with_forward(module: Any, forward: Callable[..., Tensor]) -> Iterator[None]:
+def _with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     module.forward = forward  # of this module object alone, and no compiled graph has it
     try:
         yield

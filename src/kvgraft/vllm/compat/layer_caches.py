@@ -34,8 +34,8 @@ class LayerCaches:
     Attributes:
         num_kv_heads, head_dim: of what is cached of a token.
         cache_dtype: as vLLM calls it; `code_dtype`: of what the cache holds.
-        is_quantised: whether numbers have other codes there.
         is_latent: whether keys are latents (MLA) and values have no channels.
+        rounds: whether what is stored is read back as other numbers.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that this module can read.
@@ -56,14 +56,15 @@ class LayerCaches:
         self.num_kv_heads: int = 1 if self.is_latent else first.num_kv_heads
         self.head_dim: int = first.head_size
         self.cache_dtype: str = first.kv_cache_dtype
-        self.is_quantised = self.cache_dtype in FP8
+        self._is_quantised = self.cache_dtype in FP8
         self.code_dtype: torch.dtype = FP8.get(self.cache_dtype, first.kv_cache.dtype)
+        self.rounds = self.code_dtype != dtype
         self._check_layout()
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in these slots, each [n, Hkv, d]."""
         keys, values = self.read_codes(index, slots)
-        if not self.is_quantised:
+        if not self._is_quantised:
             return keys, values
         k_scale, v_scale = self._scales(index)
         return decode(keys, k_scale, self.dtype), decode(values, v_scale, self.dtype)
@@ -110,19 +111,31 @@ class LayerCaches:
 
     def coded(self, numbers: Tensor) -> Tensor:
         """The nearest codes of numbers that have no scale."""
-        return encode(numbers, 1.0, self.code_dtype) if self.is_quantised else numbers.to(self.code_dtype)
+        return encode(numbers, 1.0, self.code_dtype) if self._is_quantised else numbers.to(self.code_dtype)
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
-        if self.is_quantised:
-            (k_scale, v_scale), dtype = self._scales(index), self.dtype
-            keys, values = as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
+        self._update(index, *self._as_written(index, keys, values), slots)
+
+    def read_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in these slots, each [n, Hkv, d], as `store` takes them to store them bit for bit."""
+        return self._as_written(index, *self.read_codes(index, slots))
+
+    def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [n, Hkv, d] that were computed, as the model's own attention does: where the cache is
+        quantised it may round otherwise than `write`."""
         self._update(index, keys, values, slots)
+
+    def _as_written(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._is_quantised:
+            return keys, values
+        (k_scale, v_scale), dtype = self._scales(index), self.dtype
+        return as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where the cache is
         quantised, the nearest numbers that it has."""
-        if self.is_quantised:
+        if self._is_quantised:
             k_scale, v_scale = self._scales(index)
             keys, values = encode(keys, k_scale, self.code_dtype), encode(values, v_scale, self.code_dtype)
         self.write_codes(index, keys, values, slots)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kv.rope import Rope
-from kvgraft.vllm.compat import latent
+from kvgraft.vllm.compat import head_attention, latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
+from kvgraft.vllm.compat.decoder_caches import DecoderCaches
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
-from kvgraft.vllm.compat.layer_caches import LayerCaches
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import KeyTurning, turning_of
@@ -34,7 +33,7 @@ class _Stop(Exception):
     """Ends a decoder layer right after its queries, keys and values are known."""
 
 
-class ModelHost(LayerCaches):
+class ModelHost(DecoderCaches):
     """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel rank).
 
     Args:
@@ -44,10 +43,9 @@ class ModelHost(LayerCaches):
     Attributes:
         attentions: of the decoder layers, one each, or one for each KV head; behind them those of the draft model, if
             there is one.
-        group_of: by attention layer, the number of its KV cache group, 0 being the main one (see `groups`).
         turnings: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
-        num_kv_heads: of a decoder layer; `head_paging`: whether each is an attention layer.
+        head_paging: whether each KV head is an attention layer.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -63,18 +61,19 @@ class ModelHost(LayerCaches):
         groups = [(order.index(number), group) for number, of in enumerate(runner.attn_groups) for group in of]
         self._builders = [group.get_metadata_builder() for _, group in groups]
         sizes = int(self.config.cache_config.block_size), int(self._builders[0].kv_cache_spec.block_size)
-        attentions = [attention for layer in self.layers for attention in layer.attentions]
-        super().__init__(attentions, self.config.model_config.dtype, runner.device, *sizes)
-        stops = np.cumsum([len(layer.attentions) for layer in self.layers]).tolist()
-        self._attentions_of = [range(*edges) for edges in pairwise([0, *stops])]
-        self.num_kv_heads *= len(self._attentions_of[0])
-        self.head_paging = is_by_head(self.config)
         self._group_of_builder = [number for number, _ in groups]
-        names = [attention.layer_name for attention in attentions]
+        names = [attention.layer_name for layer in self.layers for attention in layer.attentions]
         places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}
         self._builder_of = [places[name] for name in names]
-        self.group_of = [self._group_of_builder[place] for place in self._builder_of]
-        self.scale = float(attentions[0].impl.scale)
+        super().__init__(
+            [layer.attentions for layer in self.layers],
+            [self._group_of_builder[place] for place in self._builder_of],
+            self.config.model_config.dtype,
+            runner.device,
+            *sizes,
+        )
+        self.head_paging = is_by_head(self.config)
+        self.scale = float(self.attentions[0].impl.scale)
         self.turnings = [
             turning_of(self.config, layer.rotary, index, self.head_dim)
             for index, layer in enumerate(self.layers)
@@ -101,40 +100,10 @@ class ModelHost(LayerCaches):
             raise ValueError("the layers of this model turn their keys in different ways")
         return turning.rope
 
-    def attentions_of(self, index: int) -> range:
-        """The attention layers of a decoder layer, by their number."""
-        return self._attentions_of[index]
-
     @property
     def draft_attentions(self) -> range:
         """Those of the draft model."""
         return range(self._attentions_of[-1].stop, len(self.attentions))
-
-    def read_layer(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a decoder layer in these slots int64 [groups, n], each [n, Hkv, d]."""
-        parts = [self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
-        if len(parts) == 1:
-            return parts[0]
-        keys, values = (torch.cat(heads, dim=1) for heads in zip(*parts, strict=True))
-        return keys, values
-
-    def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as `write` does."""
-        for given in self._by_attention(index, keys, values, slots):
-            self.write(*given)
-
-    def store_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As `write_layer`, but as the attention itself does, which may round in another way."""
-        for given in self._by_attention(index, keys, values, slots):
-            self._update(*given)
-
-    def _by_attention(
-        self, index: int, keys: Tensor, values: Tensor, slots: Tensor
-    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Keys and values [n, Hkv, d] of a decoder layer and slots [n], by the attention layers with these heads."""
-        own = self.attentions_of(index)
-        slots_of = [slots[self.group_of[at]] for at in own]
-        return zip(own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), slots_of, strict=True)
 
     def normed(self, states: Tensor) -> Tensor:
         """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
@@ -250,11 +219,24 @@ class ModelHost(LayerCaches):
         self.adapters.map_rows(len(attended))
         return self.layers[index].project_output(attended.flatten(1)), hidden + residual
 
+    @property
+    def attends_by_head(self) -> bool:
+        """Whether `attend_heads` works."""
+        return not self.head_paging and head_attention.attends_by_head(self.attentions[0])
+
+    def head_metadata(self, index: int, common: Any, num_heads: int) -> Any:
+        """For `attend_heads` of so many KV heads at a layer, from `common_metadata` of its group."""
+        return head_attention.metadata_of(self._builders[self._builder_of[index]], common, num_heads)
+
+    def attend_heads(self, index: int, heads: slice, query: Tensor, metadata: Any) -> Tensor:
+        """The stock attention of some KV heads, from their queries [n, Hq, d] to what is cached of them: [n, Hq, d]."""
+        return head_attention.attend(self.attentions[index], heads, query, metadata)
+
     def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The rest of a layer, from what `add_attention` has returned."""
         layer = self.layers[index]
         with self._context(index, self._no_slots(positions)), layer.after_attention(hidden):
-            return layer(positions, torch.zeros_like(hidden), residual)
+            return layer(positions, hidden, residual)
 
     def run_around(
         self,
