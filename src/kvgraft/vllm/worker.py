@@ -60,8 +60,8 @@ def recovery_bytes(config: Any) -> int:
     Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and values of a layer as
     read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries;
     and what enters the (usually three) layers that EAGLE-3 drafts from, twice. With a head map also the keys and values
-    of a layer as computed, with what is reused of them, and as copied for windows, and as much again for what the
-    layouts of windows keep for all layers.
+    of a layer as computed, with what is reused of them, and as copied for windows, and a little more than that again for
+    what the layouts of windows keep for all layers.
     """
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
@@ -69,7 +69,7 @@ def recovery_bytes(config: Any) -> int:
     width = model.get_num_kv_heads(parallel) * model.get_head_size()
     speculation = config.speculative_config
     generations = 4 if speculation is None or speculation.method != "eagle3" else 4 + 2 * 2 * 3
-    copies = 4 if find_head_map(config) is None else 16
+    copies = 4 if find_head_map(config) is None else 18
     numbers = generations * model.get_hidden_size() + 2 * heads * model.get_head_size() + copies * width
     float_numbers = 2 * width + 2 * SCORE_ROWS * heads
     return int(tokens * (numbers * model.dtype.itemsize + float_numbers * torch.float32.itemsize))
