@@ -60,8 +60,8 @@ def recovery_bytes(config: Any) -> int:
     Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and values of a layer as
     read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries;
     and what enters the (usually three) layers that EAGLE-3 drafts from, twice. With a head map also the keys and values
-    of a layer as computed, with what is reused of them, and as copied for windows, and a little more than that again for
-    what the layouts of windows keep for all layers.
+    of a layer as computed, with what is reused of them, and as copied for windows, and a little more than that for what
+    the layouts of windows keep for all layers.
     """
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
