@@ -42,7 +42,7 @@ class HeadwisePrefill(VllmPrefill):
         if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
             self._projected = (index, hidden, self._heads_of(index, hidden))
         query, keys, values = self._projected[2]
-        keeps = (self.plan.grafted & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]  # [n, Hkv, 1]
+        keeps = (self.grafted_everywhere & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]
         written = []
         for chunk in self._chunks_of(hidden.where):
             with self._timed(self._stage(hidden)):
