@@ -14,7 +14,7 @@ from typing import IO, Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
-from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words  # noqa: E402
+from engines import EVERYTHING, NAIVE, OFF, Ask, words  # noqa: E402
 from family_engine import WITH_WINDOWS  # noqa: E402
 from hosts import Host  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
 SOURCE = words(900, 11)
 PROMPT = words(50, 12) + SOURCE[64:800] + words(30, 13)
 OPENING, DOCUMENT = words(70, 14), words(300, 15)
-POLICIES = {"redknot": WITH_WINDOWS, "naive": NAIVE, "sparsex": EVERYTHING}
+POLICIES = {"redknot": WITH_WINDOWS, "naive": NAIVE, "sparsex": {"policy": "sparsex:recompute_share=1.0"}}
 
 
 def pages_of(host: Host, text: list[int]) -> list[int]:

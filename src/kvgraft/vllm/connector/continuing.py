@@ -40,8 +40,8 @@ class Continuing:
             self._hiding.go_on(state, continued)
 
     def after_lookup(self, state: RequestState, num_prefix: int) -> None:
-        """vLLM has found so many tokens. Where windows have lost what the prompt was to go on with, it is an ordinary one:
-        nothing of it is approximate, and what it computes is no other version of what is known."""
+        """vLLM has found so many tokens. If windows have lost all that the prompt was to go on with, it is an ordinary
+        one: nothing of it is approximate, and what it computes is no other version of what is known."""
         continued, size = state.continued, self._pool.block_size
         if continued is not None and not state.admitted and num_prefix <= continued.first_block * size:
             self._hiding.undo(state)
