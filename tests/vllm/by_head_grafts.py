@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
 
 SOURCE = words(900, 11)
 PROMPT = words(50, 12) + SOURCE[64:800] + words(30, 13)
+AGAIN = words(81, 16) + SOURCE[64:800] + words(9, 17)
 OPENING, DOCUMENT = words(70, 14), words(300, 15)
 POLICIES = {"redknot": WITH_WINDOWS, "naive": NAIVE, "sparsex": {"policy": "sparsex:recompute_share=1.0"}}
 
@@ -41,6 +42,8 @@ def lose(host: Host, text: list[int], share: float) -> list[bool]:
     while pool.complete(pages).mean() > 1 - share:
         host.read(words(40, 1000 + (number := number + 1)))
     assert (pool.versions_of(pages) == versions).all(), "heads that see everything have it still"
+    pool.acquire(pages)  # as if somebody grafted it just now: what is left of it is reclaimed last
+    pool.release(pages)
     return pool.complete(pages).tolist()
 
 
@@ -53,7 +56,8 @@ def reclaimed(host: Host) -> dict[str, Any]:
         host.read(SOURCE)
         complete = lose(host, SOURCE, 0.3)
         [answer] = host.ask(Ask(PROMPT, options))
-        facts[name] = asdict(answer) | {"complete": complete, "problems": host.problems()}
+        [again] = host.ask(Ask(AGAIN, options))
+        facts[name] = asdict(answer) | {"complete": complete, "again": again.grafted, "problems": host.problems()}
     return facts
 
 

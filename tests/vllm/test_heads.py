@@ -196,6 +196,7 @@ def test_what_local_heads_have_lost_is_computed_by_redknot_alone(
     [answer] = engine.generate([request])
     assert answer.report.grafted_tokens == found["report"]["grafted_tokens"]
     assert answer.token_ids == found["tokens"]
+    assert found["again"] > 800 - 64 - BLOCK, "what has been computed anew is a source, too"
     if policy == "redknot":
         assert found["report"]["grafted_tokens"] == found["report"]["recomputed_tokens"] == 800 - 64
     else:

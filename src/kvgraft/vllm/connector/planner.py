@@ -47,6 +47,8 @@ class Planner:
             similarity=settings.similarity,
             anchors=anchors,
         )
+        if self.groups.local:
+            self.index.is_whole = self.pool.complete
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
         self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exact_value)
@@ -126,13 +128,8 @@ class Planner:
 
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
         """What a request may graft: only what local heads have, too, unless its policy computes what these lack."""
-        scope, similar = state.offer.scope, state.matches_similar
-        matches = self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar)
-        if not (self.groups.local and state.grafts_local_heads):
-            return matches
-        usable = [self.pool.complete(match.pages) for match in matches]
-        parts = (match.where(held, self.block_size) for match, held in zip(matches, usable, strict=True))
-        return [part for found in parts for part in found]
+        scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
+        return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
 
     def _choose(self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int) -> list[Match]:
         """Those that are worth it; what was expected is reported."""
