@@ -574,6 +574,6 @@ def test_what_has_lost_a_part_of_its_kv_is_no_source_and_keeps_nobody_out():
     assert pool.index.match(text, SCOPE)[0].length == 16
     assert spans(pool.index.match(text[:14], SCOPE, is_whole=is_whole)) == [(0, 4, 0)], "nor is a part of its block"
     assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (12, 4, 12)]
-    second, ids = pool.add(text, 1, is_whole=is_whole)
+    _, ids = pool.add(text, 1, is_whole=is_whole)
     assert (ids >= 0).tolist() == [False, True, True, False]
     assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (4, 8, 4), (12, 4, 12)]

@@ -23,6 +23,7 @@ SOURCE = words(900, 11)
 PROMPT = words(50, 12) + SOURCE[64:800] + words(30, 13)
 AGAIN = words(81, 16) + SOURCE[64:800] + words(9, 17)
 OPENING, DOCUMENT = words(70, 14), words(300, 15)
+BEHIND = SOURCE[:700] + DOCUMENT + words(20, 18)
 POLICIES = {"redknot": WITH_WINDOWS, "naive": NAIVE, "sparsex": {"policy": "sparsex:recompute_share=1.0"}}
 
 
@@ -95,10 +96,42 @@ def conversations(host: Host) -> dict[str, Any]:
     return facts
 
 
+def behind_prefix(host: Host) -> dict[str, Any]:
+    """A document behind a long exact prefix, of which local heads keep sinks and a window; by policy, and by what lies
+    in vLLM's null block."""
+    facts = {}
+    for policy in ("spread", "redknot:windows=off,reuse=off,mass_share=1.0"):
+        facts[policy] = []
+        for value in (0.0, 3.0, float("nan")):
+            host.forget()
+            host.poison([0], value)
+            host.read(SOURCE, DOCUMENT)
+            [answer] = host.ask(Ask(BEHIND, {"policy": policy}))
+            facts[policy].append(asdict(answer))
+    return facts
+
+
+def waiting(host: Host, options: dict[str, Any]) -> tuple[int, int, bool]:
+    """Tokens that a waiting request is to graft, before and after local heads have lost a part of its source; and
+    whether that is the same plan."""
+    host.forget()
+    host.read(SOURCE)
+    name = host.add(Ask(PROMPT, options, max_tokens=1))
+    state, known = host.state(name), host.known
+    state.candidate = first = known.plan(state, 0)[1]
+    assert known.plan(state, 0)[1] is first
+    host.evict(known.groups.counterparts(first.sources[0])[:1])
+    second = known.plan(state, 0)[1]
+    state.candidate = None
+    host.finish(name)
+    return int(first.plan.grafted.sum()), int(second.plan.grafted.sum()), second is first
+
+
 def main(answers: IO[str]) -> None:
     job = json.load(sys.stdin)
     host = Host(Path(job["model"]), **job["engine"])
-    facts = {"reclaimed": reclaimed(host), "conversations": conversations(host)}
+    facts = {"reclaimed": reclaimed(host), "conversations": conversations(host), "prefix": behind_prefix(host)}
+    facts["waiting"] = {name: waiting(host, options) for name, options in POLICIES.items()}
     print(json.dumps(facts), file=answers, flush=True)
 
 

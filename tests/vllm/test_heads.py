@@ -233,6 +233,19 @@ def test_who_finds_no_window_to_go_on_with_is_computed_and_no_mixture(native: En
         assert turn["tokens"] == expected(native, prompt, len(turn["tokens"]))
 
 
+@pytest.mark.slow
+def test_what_local_heads_have_left_behind_of_a_prefix_is_never_read(native: Engine, paged: dict[str, Any]):
+    for answers in paged["prefix"].values():
+        assert [kinds(answer) for answer in answers] == [(672, 0, 288)] * 3
+        assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
+    assert answers[0]["tokens"] == expected(native, by_head_grafts.BEHIND, 8), "local heads see windows"
+
+
+@pytest.mark.slow
+def test_a_plan_that_waits_is_made_anew_when_local_heads_have_lost_what_it_takes_of_them(paged: dict[str, Any]):
+    assert paged["waiting"] == {"redknot": [736, 736, True], "naive": [736, 704, False], "sparsex": [736, 704, False]}
+
+
 def config_of(model: Path, **changes: Any) -> VllmConfig:
     return configure(**{"model": str(model), "worker_cls": "auto", "kv_transfer_config": None} | changes)
 

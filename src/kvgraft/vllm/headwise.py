@@ -1,6 +1,7 @@
 """Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place of its own."""
 
 from collections.abc import Sequence
+from operator import or_
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
-from kvgraft.kv.heads import HeadMap
+from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
@@ -64,6 +65,8 @@ class HeadwisePrefill(VllmPrefill):
         computed_at, where, query = self._last_query()
         if computed_at != index or not where.equal(hidden.where):
             raise ValueError(f"layer {index} has no projection of these tokens")
+        if self.leaves_out:  # of local heads, so they see their windows whatever the policy says
+            local = tuple(map(or_, local, self.head_map.heads(index, HeadClass.LOCAL)))
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
         heads = LayerHeads(tuple(range(count)), (0,) * count, local)
         with self._timed(stage):
@@ -107,7 +110,7 @@ class HeadwisePrefill(VllmPrefill):
         if at == index and bool(where.all()) and not self._host.is_quantised:
             return [torch.cat(parts) for parts in zip(*written, strict=True)]
         [slots] = self._slots
-        return self._host.read_layer(index, slots[:, : self.plan.num_tokens])
+        return self._kv_at(index, slots[:, : self.plan.num_tokens])
 
     def _heads_of(self, index: int, hidden: Hidden) -> Sequence[Tensor]:
         """Queries [n, Hq, d], keys and values [n, Hkv, d] of these tokens."""

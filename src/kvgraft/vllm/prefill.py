@@ -208,11 +208,23 @@ class VllmPrefill(PagedPrefill):
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(shifts.to(self._host.device))
 
+    @cached_property
+    def leaves_out(self) -> bool:
+        """Whether block tables leave out something of a prefix, which windows do not reach back to."""
+        pairs = zip(self._slots, self.plan.lengths, strict=True)
+        return any(bool((slots[:, :length] < self.block_size).any()) for slots, length in pairs)
+
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._host.read_layer(index, slots)[0]
+        return self._kv_at(index, slots)[0]
 
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._host.read_layer(index, slots)
+        """As in the protocol; zeros where block tables leave a block out."""
+        keys, values = self._host.read_layer(index, slots)
+        if not self.leaves_out:
+            return keys, values
+        groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
+        out = (slots[groups] // self.block_size == NULL_PAGE).T.repeat_interleave(keys.shape[1] // len(groups), dim=1)
+        return keys.masked_fill(out[..., None], 0), values.masked_fill(out[..., None], 0)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for part in torch.arange(slots.shape[1], device=slots.device).split(COPIED_TOKENS):
