@@ -562,3 +562,18 @@ def test_text_that_has_been_reclaimed_is_lost_once_however_many_blocks_held_it()
     assert pool.index.num_lost == 3 + 12 // 4
     assert pool.index.match(text, SCOPE) == []
     assert pool.index.num_lost == 6, "what nobody knows any more cannot be lost again"
+
+
+def test_what_has_lost_a_part_of_its_kv_is_no_source_and_keeps_nobody_out():
+    pool, text = Pool(max_sources=1), rng_tokens(16)
+    first, _ = pool.add(text, 0)
+
+    def is_whole(pages: np.ndarray) -> np.ndarray:
+        return ~np.isin(pages, first[1:3])
+
+    assert pool.index.match(text, SCOPE)[0].length == 16
+    assert spans(pool.index.match(text[:14], SCOPE, is_whole=is_whole)) == [(0, 4, 0)], "nor is a part of its block"
+    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (12, 4, 12)]
+    _, ids = pool.add(text, 1, is_whole=is_whole)
+    assert (ids >= 0).tolist() == [False, True, True, False]
+    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (4, 8, 4), (12, 4, 12)]

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import by_head_grafts
 import numpy as np
 import pytest
 import torch
@@ -166,6 +167,83 @@ def test_grafts_answer_as_in_the_native_engine(model: Path, head_map: Path, graf
     [answer] = engine.generate([Request(PROMPT, WITH_WINDOWS["policy"] if case == "with windows" else case, sampling)])
     assert answer.report.grafted_tokens == found["report"]["grafted_tokens"]
     assert answer.token_ids == found["tokens"]
+
+
+@pytest.fixture(scope="module")
+def paged(model: Path, head_map: Path) -> dict[str, Any]:
+    """What becomes of grafts and conversations of whose local heads something was reclaimed (`by_head_grafts.py`)."""
+    given = {"model": str(model), "engine": settings_of(head_map, num_gpu_blocks_override=600)}
+    facts: dict[str, Any] = warm.run(Path(__file__).with_name("by_head_grafts.py"), given, **ENVIRONMENT)
+    return facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", by_head_grafts.POLICIES)
+def test_what_local_heads_have_lost_is_computed_by_redknot_alone(
+    model: Path, head_map: Path, paged: dict[str, Any], policy: str
+):
+    """The native engine, which loses the same, grafts as much and answers alike."""
+    found, source = paged["reclaimed"][policy], by_head_grafts.SOURCE
+    assert found["problems"] == []
+    assert 0 < sum(found["complete"]) < len(found["complete"]) == len(source) // BLOCK
+    engine = Engine(model, dtype="float32", head_map=head_map, head_paging=True, block_size=BLOCK)
+    engine.generate([Request(source, "full", SamplingParams(max_tokens=1))])
+    lookup, pool = engine.memory.lookup, engine.memory.pool
+    pages = np.array(lookup.find_prefix(source, engine.scope_of("default")))
+    pool._drop(lookup.local_pages.of(pages[~np.array(found["complete"])]).ravel().tolist())
+    sampling = SamplingParams(max_tokens=len(found["tokens"]), ignore_eos=True)
+    request = Request(by_head_grafts.PROMPT, by_head_grafts.POLICIES[policy]["policy"], sampling)
+    [answer] = engine.generate([request])
+    assert answer.report.grafted_tokens == found["report"]["grafted_tokens"]
+    assert answer.token_ids == found["tokens"]
+    assert found["again"] > 800 - 64 - BLOCK, "what has been computed anew is a source, too"
+    if policy == "redknot":
+        assert found["report"]["grafted_tokens"] == found["report"]["recomputed_tokens"] == 800 - 64
+    else:
+        assert 0 < found["report"]["grafted_tokens"] < 800 - 64 - BLOCK
+    if policy == "sparsex":  # all of it recomputed
+        assert found["tokens"] == expected(engine, by_head_grafts.PROMPT, len(found["tokens"]))
+
+
+def kinds(turn: dict[str, Any]) -> tuple[int, int, int]:
+    """Prefix, continued and grafted tokens."""
+    report = turn["report"]
+    return report["prefix_tokens"], report["continued_tokens"], report["grafted_tokens"]
+
+
+@pytest.mark.slow
+def test_conversations_go_on_beside_heads_that_keep_sinks_and_windows(native: Engine, paged: dict[str, Any]):
+    said = paged["conversations"]
+    assert said["problems"] == []
+    for policy in ("everything", "naive", "redknot"):
+        assert [kinds(turn) for _, turn in said[policy]] == [(0, 0, 288), (64, 416 - 64, 0), (64, 512 - 64, 0)]
+    for prompt, turn in said["everything"]:
+        assert turn["tokens"] == expected(native, prompt, len(turn["tokens"]))
+    assert said["elsewhere"]["tokens"] == said["everything"][1][1]["tokens"][: len(said["elsewhere"]["tokens"])]
+    assert kinds(said["elsewhere"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_who_finds_no_window_to_go_on_with_is_computed_and_no_mixture(native: Engine, paged: dict[str, Any]):
+    said = paged["conversations"]
+    assert [kinds(turn) for _, turn in said["lost"]] == [(0, 0, 288), (0, 0, 0), (0, 0, 0)]
+    assert [kinds(turn) for _, turn in said["lost once"]] == [(0, 0, 288), (0, 0, 0), (512, 0, 0)]
+    assert [kinds(turn) for _, turn in said["redknot lost"]][:2] == [(0, 0, 288), (0, 0, 384)]
+    for prompt, turn in [*said["lost"], *said["lost once"][1:]]:
+        assert turn["tokens"] == expected(native, prompt, len(turn["tokens"]))
+
+
+@pytest.mark.slow
+def test_what_local_heads_have_left_behind_of_a_prefix_is_never_read(native: Engine, paged: dict[str, Any]):
+    for answers in paged["prefix"].values():
+        assert [kinds(answer) for answer in answers] == [(672, 0, 288)] * 3
+        assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
+    assert answers[0]["tokens"] == expected(native, by_head_grafts.BEHIND, 8), "local heads see windows"
+
+
+@pytest.mark.slow
+def test_a_plan_that_waits_is_made_anew_when_local_heads_have_lost_what_it_takes_of_them(paged: dict[str, Any]):
+    assert paged["waiting"] == {"redknot": [736, 736, True], "naive": [736, 704, False], "sparsex": [736, 704, False]}
 
 
 def config_of(model: Path, **changes: Any) -> VllmConfig:

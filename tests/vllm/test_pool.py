@@ -14,16 +14,20 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvgraft.segments.frozen import FrozenPool
-from kvgraft.vllm.groups import CacheGroups
+from kvgraft.vllm.groups import NULL_PAGE, CacheGroups
+from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.pool import SharedPool
 from properties import examples
 
 BLOCK, NUM_PAGES = 4, 9
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=2 * BLOCK)
+LOCAL = SinkWindowSpec(**SHAPE, sliding_window=2 * BLOCK, sinks=1)
 
 
 def make_pool(num_pages: int = NUM_PAGES) -> BlockPool:
@@ -40,7 +44,7 @@ def manager_of(pool: BlockPool, **more: Any) -> Any:
     return SimpleNamespace(block_pool=pool, kv_cache_config=config, coordinator=coordinator, **more)
 
 
-def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:
+def fill(pool: BlockPool, num_pages: int, seed: int, group: int = 0) -> list[int]:
     """As vLLM does for a request: allocate, compute, and register by hash; the caller holds the pages."""
     tokens = [1000 * seed + i for i in range(BLOCK * num_pages)]
     request = Request(str(seed), tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher())
@@ -51,7 +55,7 @@ def fill(pool: BlockPool, num_pages: int, seed: int) -> list[int]:
         num_cached_blocks=0,
         num_full_blocks=num_pages,
         block_size=BLOCK,
-        kv_cache_group_id=0,
+        kv_cache_group_id=group,
     )
     return [block.block_id for block in blocks]
 
@@ -310,3 +314,39 @@ def test_what_a_request_still_holds_is_not_counted_as_room(pool: SharedPool, blo
     assert frozen.num_sheddable("a") == 3
     frozen.insert("copy", "b", pages)
     assert frozen.num_sheddable("a") == 0
+
+
+@pytest.mark.parametrize(("spec", "lives"), [(LOCAL, True), (SLIDING, False), (FULL, False)])
+def test_only_what_local_heads_have_lost_can_be_done_without(blocks: BlockPool, spec: Any, lives: bool):
+    pool = SharedPool(blocks, BLOCK, CacheGroups(blocks, [], [FULL, spec], BLOCK))
+    pages, others = fill(blocks, 3, seed=1), fill(blocks, 3, seed=1, group=1)
+    versions = pool.versions_of(pages)
+    assert pool.is_live(np.array(pages), versions).all()
+    blocks.evict_blocks({others[1]})
+    assert pool.complete(pages).tolist() == [True, False, True]
+    assert pool.is_live(np.array(pages), versions).tolist() == [True, lives, True]
+    if lives:
+        pool.acquire(pages)
+        assert [pool.by_group(page) for page in pages] == list(
+            zip(pages, [others[0], NULL_PAGE, others[2]], strict=True)
+        )
+        assert pool.held(pages[1]) == [pages[1]]
+        pool.release(pages)
+    pool.forget(pages)
+    assert not pool.complete(pages).any()
+    assert not any(blocks.blocks[page].block_hash for page in (*pages, *others))
+    assert blocks.null_block.ref_cnt == 0
+
+
+def test_who_held_a_page_without_its_counterpart_leaves_it_to_who_found_one(blocks: BlockPool):
+    pool = SharedPool(blocks, BLOCK, CacheGroups(blocks, [], [FULL, LOCAL], BLOCK))
+    [page] = fill(blocks, 1, seed=1)
+    pool.acquire([page])
+    [counterpart] = fill(blocks, 1, seed=1, group=1)  # the text has been read again
+    pool.acquire([page])
+    free(blocks, [page, counterpart])
+    assert pool.by_group(page) == (page, counterpart)
+    pool.release([page])
+    assert [pool.ref_count(held) for held in (page, counterpart)] == [1, 1]
+    pool.release([page])
+    assert pool.num_used == 0

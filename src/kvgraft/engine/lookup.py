@@ -66,6 +66,8 @@ class CacheLookup:
         self.continuation = continuation
         self.cost_model = cost_model
         self.local_pages = LocalPages(pool, layout.num_local_lists)
+        if layout.num_local_lists:
+            index.is_whole = self.local_pages.complete
         self.continuations = Continuations[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
         self.copies = Copies(pool)
 
@@ -205,11 +207,8 @@ class CacheLookup:
         for block in hit_blocks:
             free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
         scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
-        matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar)
-        if sequence.policy.grafts_local_heads and self.layout.num_local_lists:
-            usable = [self.local_pages.complete(match.pages) for match in matches]
-            parts = (m.where(held, self.pool.block_size) for m, held in zip(matches, usable, strict=True))
-            matches = [part for found in parts for part in found]
+        whole = sequence.policy.grafts_local_heads
+        matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole)
         if self.cost_model is None or not matches:
             return matches, None
         num_known, policy = len(hit_blocks) * self.pool.block_size, str(sequence.policy)

@@ -9,6 +9,7 @@ from kvgraft.reuse.pages import Pages
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.table import IsWhole
 
 MAX_DEPTH = 4  # docs/results/conversations.md
 
@@ -20,6 +21,9 @@ class ReuseIndex:
         max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over grafts of depth d.
         require_clean_context: graft only text that stood at the beginning of what it was read in.
         similarity, anchors: of near-duplicates, see `SegmentIndex`.
+
+    Attributes:
+        is_whole: which pages have the KV of all heads, if some heads lose theirs before.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class ReuseIndex:
     ) -> None:
         self.pool = pool
         self.cuts = similarity, list(anchors)
+        self.is_whole: IsWhole | None = None
         self.clear()
         self.max_depth = max_depth
         self.require_clean_context = require_clean_context
@@ -46,10 +51,17 @@ class ReuseIndex:
         return self.segments.similar is not None
 
     def match(
-        self, tokens: np.ndarray, scope: bytes, *, shared: Sequence[bytes] = (), free: np.ndarray, similar: bool
+        self,
+        tokens: np.ndarray,
+        scope: bytes,
+        *,
+        shared: Sequence[bytes] = (),
+        free: np.ndarray,
+        similar: bool,
+        whole: bool = True,
     ) -> list[Match]:
         """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own scope, and of those
-        that are shared with it. `similar` adds near-duplicates."""
+        that are shared with it. `similar` adds near-duplicates; without `whole` some heads may lack their KV of it."""
         return self.segments.match(
             tokens,
             scope,
@@ -58,6 +70,7 @@ class ReuseIndex:
             similar=similar,
             max_depth=self.max_depth,
             require_clean_context=self.require_clean_context,
+            is_whole=self.is_whole if whole else None,
         )
 
     def clear(self) -> None:
@@ -122,6 +135,7 @@ class ReuseIndex:
             depth=depth,
             after=offer.last_entry,
             unlimited=unlimited,
+            is_whole=self.is_whole,
         )
         if depth:
             offer.approximate_pages.update(page for page, entry in zip(held, ids.tolist(), strict=True) if entry >= 0)

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
 from kvgraft.segments.matches import Match
 from kvgraft.segments.run_selection import grow, longest_first
-from kvgraft.segments.table import EntryTable, IsLive, occurrence
+from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
 
@@ -24,6 +24,7 @@ class _Prompt:
     max_depth: int  # of entries that may be used
     from_start: bool  # only runs that begin where their source begins
     unclaimed: bytearray  # [T], 1 where a token may still be grafted
+    is_whole: IsWhole | None  # only entries of such pages
 
 
 @dataclass
@@ -80,6 +81,7 @@ class VirtualBlockIndex:
         depth: int = 0,
         after: int = -1,
         unlimited: bool = False,
+        is_whole: IsWhole | None = None,
     ) -> np.ndarray:
         """Name m consecutive blocks of one source sequence.
 
@@ -93,6 +95,7 @@ class VirtualBlockIndex:
             depth: of the blocks, see `Match`.
             after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
             unlimited: name the blocks even where max_sources others hold the content, since these will outlive them.
+            is_whole: only others in such pages count.
 
         Returns:
             Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
@@ -109,7 +112,7 @@ class VirtualBlockIndex:
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
             limit = sys.maxsize if unlimited else self.max_sources
-            ids[batch] = self._insert(blocks[batch], columns, source, scope, depth, limit)
+            ids[batch] = self._insert(blocks[batch], columns, source, scope, depth, limit, is_whole)
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
@@ -122,6 +125,7 @@ class VirtualBlockIndex:
         free: np.ndarray | None = None,
         max_depth: int = 0,
         require_clean_context: bool = False,
+        is_whole: IsWhole | None = None,
     ) -> list[Match]:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
 
@@ -139,6 +143,7 @@ class VirtualBlockIndex:
             max_depth: use blocks of at most this depth.
             require_clean_context: use only what its source began with. The KV of other text carries the context that
                 it was first read in, which may be hostile.
+            is_whole: use only what lies in such pages.
         """
         tokens = as_int32("tokens", tokens)
         free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
@@ -147,7 +152,7 @@ class VirtualBlockIndex:
         if len({scope, *shared}) <= len(shared):
             raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in (scope, *shared)]}")
         unclaimed = bytearray(free.tobytes())
-        prompt = _Prompt(tokens, (scope, *shared), max_depth, require_clean_context, unclaimed)
+        prompt = _Prompt(tokens, (scope, *shared), max_depth, require_clean_context, unclaimed, is_whole)
         found = [self._candidates(prompt, free, known) for known in prompt.scopes]
         starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
@@ -219,6 +224,7 @@ class VirtualBlockIndex:
         scope: bytes,
         depth: int,
         max_sources: int,
+        is_whole: IsWhole | None,
     ) -> np.ndarray:
         entries, digests = self._entries, block_digests(blocks, scope)
         keys = block_hashes(blocks, self.lookup_scope(scope))
@@ -229,7 +235,10 @@ class VirtualBlockIndex:
         known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
         ids[rows[known]] = held[known]
         entries.depth[held[known]] = np.maximum(entries.depth[held[known]], depth)
-        num_sources = np.bincount(rows[entries.depth[held] <= depth], minlength=len(blocks))
+        counts = entries.depth[held] <= depth
+        if is_whole is not None:
+            counts[counts] = is_whole(entries.page[held[counts]])
+        num_sources = np.bincount(rows[counts], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
         new = new[num_sources[new] + occurrence(digests[new].view(np.uint64)[:, 0]) < max_sources]
         columns = {"tokens": blocks, "digest": digests, **columns}
@@ -256,6 +265,8 @@ class VirtualBlockIndex:
             self.num_lost += int(lost.sum()) // self.block_size
         starts = offsets[rows]
         equal = (entries.depth[ids] <= prompt.max_depth) & (windows[starts] == entries.tokens[ids]).all(axis=1)
+        if prompt.is_whole is not None:
+            equal[equal] = prompt.is_whole(entries.page[ids[equal]])
         starts, ids = starts[equal], ids[equal]
         offsets, rows = np.unique(starts, return_inverse=True)
         authentic = (block_digests(windows[offsets], scope)[rows] == entries.digest[ids]).all(axis=1)
@@ -310,4 +321,6 @@ class VirtualBlockIndex:
             rows = np.flatnonzero(usable & (ranks == rank))
             digests = block_digests(entries.tokens[near[rows]], scope)
             allowed[rows] = (digests == entries.digest[near[rows]]).all(axis=1)
+        if prompt.is_whole is not None:
+            allowed[allowed] = prompt.is_whole(self._entries.page[near[allowed]])
         return np.where(allowed, near, -1)

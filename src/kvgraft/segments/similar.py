@@ -16,7 +16,7 @@ from kvgraft.segments.keys import as_int32
 from kvgraft.segments.matches import Match
 from kvgraft.segments.minhash import band_keys, bands, compact, similarity
 from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
-from kvgraft.segments.table import EntryTable, Table, occurrence
+from kvgraft.segments.table import EntryTable, IsWhole, Table, occurrence
 
 _MISS_WEIGHT = 0.9  # of a segment that LSH does not propose, against a false proposal, which costs little
 _MAX_BUCKET = 16  # segments of one bucket; further ones are not kept
@@ -110,6 +110,7 @@ class SimilarIndex:
         free: np.ndarray | None = None,
         max_depth: int = 0,
         require_clean_context: bool = False,
+        is_whole: IsWhole | None = None,
     ) -> list[Match]:
         """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and near-duplicates."""
         exact = self.blocks.match(
@@ -119,6 +120,7 @@ class SimilarIndex:
             free=free,
             max_depth=max_depth,
             require_clean_context=require_clean_context,
+            is_whole=is_whole,
         )
         tokens = as_int32("tokens", tokens)
         unclaimed = np.ones(len(tokens), bool) if free is None else free.copy()
@@ -128,6 +130,8 @@ class SimilarIndex:
         regions = [region for known in (scope, *shared) for region in self._regions(tokens, unclaimed, known)]
         for region in sorted(regions, key=lambda region: region.start - region.stop):  # of equal ones its own first
             matches += self._graft(tokens, region, unclaimed, max_depth, require_clean_context)
+        if is_whole is not None:
+            matches = [part for m in matches for part in m.where(is_whole(m.pages), self.blocks.block_size)]
         return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:

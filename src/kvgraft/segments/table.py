@@ -11,6 +11,7 @@ _MAX_LOAD, _GROWTH = 0.6, 1.25
 
 # (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under that version
 IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
+IsWhole = Callable[[np.ndarray], np.ndarray]  # pages int32 [n] -> bool [n]: whether all KV of their tokens is there
 
 
 class HashTable:

@@ -1,7 +1,8 @@
 """vLLM's KV cache groups: layers with windows may have block tables of their own, which forget what no window sees.
 
 A page of the *main* group, one of full attention, names content. Its *counterparts* are the pages of the other groups
-that hold the KV of the same text: found by the same hash, as long as nobody has reclaimed them.
+that hold the KV of the same text: found by the same hash, as long as nobody has reclaimed them. Local heads lose theirs
+early, and a policy may compute what they have lost.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,10 +56,12 @@ class CacheGroups:
     Attributes:
         main: number of the main group.
         others: numbers of the other groups.
+        local: those of them that are of local heads.
     """
 
     def __init__(self, block_pool: Any, managers: Sequence[Any], specs: Sequence[Any], block_size: int) -> None:
         self.main, *self.others = order_of(specs)
+        self.local = frozenset(number for number in self.others if isinstance(specs[number], SinkWindowSpec))
         self._pool, self._managers, self._specs, self._block_size = block_pool, managers, specs, block_size
 
     @classmethod
@@ -68,12 +71,17 @@ class CacheGroups:
         return cls(kv_cache_manager.block_pool, kv_cache_manager.coordinator.single_type_managers, specs, block_size)
 
     def counterparts(self, page: int) -> tuple[int, ...] | None:
-        """Of a page of the main group, one in each other group; None if one of them is gone."""
+        """Of a page of the main group, one in each other group: `NULL_PAGE` where local heads have lost theirs; None if
+        any other is gone."""
         block_hash = self._pool.blocks[page].block_hash
         if not self.others:
             return ()
-        found = block_hash and self._pool.get_cached_block(get_block_hash(block_hash), self.others)
-        return tuple(block.block_id for block in found) if found else None
+        if block_hash is None:
+            return None
+        found = {group: self._pool.get_cached_block(get_block_hash(block_hash), [group]) for group in self.others}
+        if any(not blocks and group not in self.local for group, blocks in found.items()):
+            return None
+        return tuple(blocks[0].block_id if blocks else NULL_PAGE for blocks in found.values())
 
     def num_pages(self, num_prefix: int, num_tokens: int) -> int:
         """Pages that a prompt of so many tokens, of which so many are hits, needs in the other groups together while it

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout, LayerHeads
-from kvgraft.kv.heads import HeadMap
+from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
@@ -71,6 +72,8 @@ class HeadwisePrefill(VllmPrefill):
         computed_at, where, query = self._last_query()
         if computed_at != index or not where.equal(hidden.where):
             raise ValueError(f"layer {index} has no projection of these tokens")
+        if self.leaves_out:  # of local heads, so they see their windows whatever the policy says
+            local = tuple(map(or_, local, self.head_map.heads(index, HeadClass.LOCAL)))
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
         self._projected, heads = None, LayerHeads(tuple(range(count)), (0,) * count, local)
         copied = [head for head in range(count) if local[head] or not self._host.attends_by_head]
@@ -135,7 +138,7 @@ class HeadwisePrefill(VllmPrefill):
 
     def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, d] as they are to be stored: of reused heads what the cache has of kept tokens."""
-        rows = (self.plan.grafted & kept)[found.hidden.where].nonzero()[:, 0].to(found.slots.device)
+        rows = (self.grafted_everywhere & kept)[found.hidden.where].nonzero()[:, 0].to(found.slots.device)
         if not any(reused) or not rows.numel():
             return found.keys, found.values
         where = rows[:, None], torch.tensor(reused, device=rows.device).nonzero()[:, 0]
@@ -154,7 +157,7 @@ class HeadwisePrefill(VllmPrefill):
             return None
         if bool(where.all()):
             return found.index, keys, values
-        others = self._host.read_layer(found.index, self._slots_of(~where))
+        others = self._kv_at(found.index, self._slots_of(~where))
         here, there = (mask.nonzero()[:, 0].to(keys.device) for mask in (where, ~where))
         whole_keys, whole_values = (
             old.new_empty(len(where), *old.shape[1:]).index_copy_(0, there, old).index_copy_(0, here, new)
@@ -167,7 +170,7 @@ class HeadwisePrefill(VllmPrefill):
         if self._now is not None and self._now[0] == index:
             return self._now[1:]
         [slots] = self._slots
-        return self._host.read_layer(index, slots[:, : self.plan.num_tokens])
+        return self._kv_at(index, slots[:, : self.plan.num_tokens])
 
     def _attended(
         self,

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.vllm.groups import CacheGroups
+from kvgraft.vllm.groups import NULL_PAGE, CacheGroups
 
 
 class SharedPool:
     """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
 
-    Who holds a page of the main group holds its counterparts in the other ones, and it is live as long as they are.
+    Who holds a page of the main group holds its counterparts in the other ones, and it is live as long as they are, but
+    for those of local heads: these may be gone.
 
     Args:
         blocks: vLLM's block pool.
@@ -27,7 +28,7 @@ class SharedPool:
     def __init__(self, blocks: Any, block_size: int, groups: CacheGroups) -> None:
         self._pool = blocks  # vllm.v1.core.block_pool.BlockPool
         self.block_size, self.groups = block_size, groups
-        self._held: dict[int, list[tuple[int, ...]]] = {}  # by page: its counterparts, each time that it is held
+        self._held: dict[int, list[tuple[int, ...]]] = {}  # by page: its counterparts, by who holds it
         self.hit_counts = np.zeros(blocks.num_gpu_blocks, np.int64)
 
     @property
@@ -62,7 +63,7 @@ class SharedPool:
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds; ValueError if there are not so many."""
         pages = [block.block_id for block in self._pool.get_new_blocks(count)]
-        self._held |= {page: [()] for page in pages}
+        self._held |= {page: [self._none] for page in pages}
         return pages
 
     def name(self, page: int, block_hash: Any) -> None:
@@ -74,8 +75,8 @@ class SharedPool:
         """Let nobody find what these pages hold. Free ones become the first to be reclaimed, held ones when they are
         given back: vLLM reclaims pages that can be found last, and in the order of their last use."""
         for page in pages:
-            for counterpart in (page, *(self.groups.counterparts(page) or ())):
-                self._forget(counterpart)
+            for block in self._blocks(page, self.groups.counterparts(page) or ()):
+                self._forget(block.block_id)
 
     def forget_hashes(self, block_hashes: Iterable[Any], own: Container[int] = (), keep: Container[int] = ()) -> None:
         """`forget` the pages that vLLM finds by these hashes, except those in `keep` and those that somebody holds;
@@ -89,23 +90,34 @@ class SharedPool:
                     self._forget(page)
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """Hold pages, so that they stay what they are."""
+        """Hold pages, so that they stay what they are. Who holds one first may have found fewer of its counterparts."""
         for page in pages:
-            counterparts = self.groups.counterparts(page) or ()
-            self._held.setdefault(page, []).append(counterparts)
-            self._pool.touch([self._pool.blocks[held] for held in (page, *counterparts)])
+            found, holders = self.groups.counterparts(page) or self._none, self._held.setdefault(page, [])
+            if holders:
+                found = tuple(held or new for held, new in zip(holders[-1], found, strict=True))
+            holders.append(found)
+            self._pool.touch(self._blocks(page, found))
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back; the last of a text is reclaimed first."""
+        """Give pages back; the last of a text is reclaimed first. Whoever does, the fewest counterparts go."""
         for page in reversed(pages):
-            counterparts = self._held[page].pop()
+            counterparts = self._held[page].pop(0)
             if not self._held[page]:
                 del self._held[page]
-            self._pool.free_blocks([self._pool.blocks[held] for held in (page, *counterparts)])
+            self._pool.free_blocks(self._blocks(page, counterparts))
 
-    def held(self, page: int) -> tuple[int, ...]:
-        """A page that is held, and its counterparts."""
+    def by_group(self, page: int) -> tuple[int, ...]:
+        """A page that is held, and its counterparts; `NULL_PAGE` where it has none."""
         return (page, *self._held[page][-1])
+
+    def held(self, page: int) -> list[int]:
+        """A page that is held, and the counterparts that it has."""
+        return [held for held in self.by_group(page) if held != NULL_PAGE]
+
+    def complete(self, pages: Iterable[int]) -> np.ndarray:
+        """bool [n]: whether each page of the main group has all its counterparts, those of local heads, too."""
+        found = (self.groups.counterparts(page) for page in pages)
+        return np.array([counterparts is not None and NULL_PAGE not in counterparts for counterparts in found], bool)
 
     def keep(self, pages: Sequence[int]) -> None:
         """Nothing to do: vLLM keeps what it knows by its hash until it is reclaimed."""
@@ -126,6 +138,15 @@ class SharedPool:
         if self.groups.others:
             live[live] = [self.groups.counterparts(page) is not None for page in pages[live].tolist()]
         return live
+
+    @property
+    def _none(self) -> tuple[int, ...]:
+        """No counterparts."""
+        return (NULL_PAGE,) * len(self.groups.others)
+
+    def _blocks(self, page: int, counterparts: Iterable[int]) -> list[Any]:
+        """vLLM's, of a page and the counterparts that it has."""
+        return [self._pool.blocks[held] for held in (page, *counterparts) if held != NULL_PAGE]
 
     def _forget(self, page: int) -> None:
         self._pool.touch([self._pool.blocks[page]])

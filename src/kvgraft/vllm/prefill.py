@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.alignment import Alignment
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
 
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
@@ -42,7 +44,8 @@ class VllmPrefill(PagedPrefill):
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
         tables: per prompt its physical blocks by group, int [b] each.
-        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups.
+        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups;
+            `NULL_PAGE` where local heads have lost theirs.
         spend: called before work with its cost in tokens (of one layer); True if other work of vLLM came between.
     """
 
@@ -93,7 +96,7 @@ class VllmPrefill(PagedPrefill):
         size = Alignment.most_tokens(self._host)
         for group, target in enumerate(targets):
             own = [at for at in attentions if self._host.group_of[at] == group]
-            slots = self._counterparts(group, source), target, shifts
+            slots = self._with_source(group, self._counterparts(group, source), target, shifts)
             for tokens in zip(*(x.split(size) for x in slots), strict=True) if own else ():
                 alignment = Alignment(self._host, *tokens)
                 for part in alignment.parts(own):
@@ -137,6 +140,22 @@ class VllmPrefill(PagedPrefill):
         pages = self._source_pages.to(slots.device)
         found = torch.searchsorted(pages[:, 0].contiguous(), slots // self.block_size)
         return pages[found, group] * self.block_size + slots % self.block_size
+
+    def _with_source(self, group: int, source: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Those of some grafted tokens [n] that a group still has at their source."""
+        if not bool((self._source_pages[:, group] == NULL_PAGE).any()):
+            return source, *others
+        has = source // self.block_size != NULL_PAGE
+        return tuple(part[has] for part in (source, *others))
+
+    @cached_property
+    def grafted_everywhere(self) -> Tensor:
+        """bool [T]: grafted tokens whose KV every group had at their source."""
+        found, lost = self.plan.grafted.clone(), (self._source_pages == NULL_PAGE).any(1)
+        if bool(lost.any()):
+            pages, sources = self._source_pages[:, 0].contiguous(), self.plan.graft_sources // self.block_size
+            found[self.plan.graft_targets] = ~lost[torch.searchsorted(pages, sources)]
+        return found
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         return Hidden(self._host.residuals.read(index, self._slots_of(where)[0]), where)
@@ -189,11 +208,23 @@ class VllmPrefill(PagedPrefill):
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(shifts.to(self._host.device))
 
+    @cached_property
+    def leaves_out(self) -> bool:
+        """Whether block tables leave out something of a prefix, which windows do not reach back to."""
+        pairs = zip(self._slots, self.plan.lengths, strict=True)
+        return any(bool((slots[:, :length] < self.block_size).any()) for slots, length in pairs)
+
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        return self._host.read_layer(index, slots)[0]
+        return self._kv_at(index, slots)[0]
 
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._host.read_layer(index, slots)
+        """As in the protocol; zeros where block tables leave a block out."""
+        keys, values = self._host.read_layer(index, slots)
+        if not self.leaves_out:
+            return keys, values
+        groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
+        out = (slots[groups] // self.block_size == NULL_PAGE).T.repeat_interleave(keys.shape[1] // len(groups), dim=1)
+        return keys.masked_fill(out[..., None], 0), values.masked_fill(out[..., None], 0)
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for part in torch.arange(slots.shape[1], device=slots.device).split(COPIED_TOKENS):

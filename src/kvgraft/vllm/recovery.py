@@ -35,7 +35,7 @@ class Job:
     plan: Plan
     token_ids: np.ndarray  # int64 [T]
     tables: tuple[np.ndarray, ...]  # by group int64 [ceil(T / block_size)]; of documents: what holds what is kept
-    source_pages: np.ndarray  # int64 [n, groups]: the pages that it grafts from, and their counterparts
+    source_pages: np.ndarray  # int64 [n, groups]: the pages that it grafts from, and their counterparts if any
     documents: tuple[range, ...] = ()
     scope: bytes = b""  # of what is read on its own
     adapter: Adapter | None = None  # under which it is computed

@@ -39,6 +39,13 @@ class Continuing:
         if continued is not None:
             self._hiding.go_on(state, continued)
 
+    def after_lookup(self, state: RequestState, num_prefix: int) -> None:
+        """vLLM has found so many tokens. If windows have lost all that the prompt was to go on with, it is an ordinary
+        one: nothing of it is approximate, and what it computes is no other version of what is known."""
+        continued, size = state.continued, self._pool.block_size
+        if continued is not None and not state.admitted and num_prefix <= continued.first_block * size:
+            self._hiding.undo(state)
+
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Let others go on with the approximate blocks that a request has computed, up to this token."""
         size, hashes = self._pool.block_size, state.request.block_hashes

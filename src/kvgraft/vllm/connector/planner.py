@@ -47,6 +47,8 @@ class Planner:
             similarity=settings.similarity,
             anchors=anchors,
         )
+        if self.groups.local:
+            self.index.is_whole = self.pool.complete
         self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
         self.block_size = block_size
         self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exact_value)
@@ -60,7 +62,7 @@ class Planner:
         in_place = self._in_place(state, num_prefix)
         pages = tuple(state.prefix[block] for block in in_place)
         kept, asked = state.candidate, (num_prefix, len(tokens), pages)
-        if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(kept):
+        if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(state, kept):
             return None, kept
         if state.is_trial:
             return "discover", None
@@ -125,9 +127,9 @@ class Planner:
         return True
 
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
-        """What a request may graft."""
-        scope, similar = state.offer.scope, state.matches_similar
-        return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar)
+        """What a request may graft: only what local heads have, too, unless its policy computes what these lack."""
+        scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
+        return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
 
     def _choose(self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int) -> list[Match]:
         """Those that are worth it; what was expected is reported."""
@@ -148,5 +150,9 @@ class Planner:
         blocks = [block for block in state.continued.grafted_blocks if block < num_prefix // self.block_size]
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
-    def _is_live(self, candidate: Candidate) -> bool:
-        return bool(self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all())
+    def _is_live(self, state: RequestState, candidate: Candidate) -> bool:
+        """Whether the sources of a plan are still what it was made for."""
+        live = self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all()
+        if self.groups.local and state.grafts_local_heads:
+            return bool(live and self.pool.complete(candidate.sources).all())
+        return bool(live)

@@ -45,7 +45,7 @@ class Recoveries:
             state.offer.rest_on(candidate.steps)
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
-        pages = np.array([self._known.pool.held(page) for page in sources], np.int64).reshape(-1, len(tables))
+        pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(-1, len(tables))
         rest = state.documents, state.offer.scope, state.adapter, state.kept
         self._jobs.append(Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest))
 

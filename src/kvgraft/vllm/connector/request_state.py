@@ -117,6 +117,11 @@ class RequestState:
         return isinstance(self.options, RequestOptions) and self.options.match_similar
 
     @property
+    def grafts_local_heads(self) -> bool:
+        """Whether it takes from a source what local heads know of it."""
+        return not isinstance(self.options, RequestOptions) or self.options.policy.grafts_local_heads
+
+    @property
     def recovering(self) -> bool:
         """Whether workers write to its blocks."""
         return self.recovery is not None

@@ -161,6 +161,7 @@ class SchedulerSide:
         started = time.perf_counter()
         state = self._requests[request.request_id]
         self._offer_running()
+        self._continuing.after_lookup(state, num_prefix)
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
         if self._is_coming(state, num_prefix, num_missing):
             return None, False
