@@ -504,10 +504,9 @@ def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeyp
     store.flush()
     store._tiers.memory.remove(make_chunk(1).key)
     assert holds(store, make_chunk(1))
-    alone, both = {(True, False)}, {(True, True)}
-    assert held == {
-        "Register.add": alone, "Register.find": alone, "MemoryTier.put": alone, "PayloadFiles.read": both
-    }  # fmt: skip
+    assert set(held) == {"Register.add", "Register.find", "MemoryTier.put", "PayloadFiles.read"}
+    assert all(by_store for found in held.values() for by_store, _ in found)
+    assert held["PayloadFiles.read"] == {(True, True)}  # elsewhere the thread that writes may hold the disk's
     store.close()
 
 
