@@ -20,6 +20,8 @@ from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_dist
 from kvgraft.evaluate.streaming import stream
 from kvgraft.evaluate.tasks import Ask, Item
 from kvgraft.guard.distances import along_logprobs
+from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.policies import parse_policy
 from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
@@ -149,7 +151,8 @@ class HttpHost:
     """An OpenAI-compatible server with KVGraft, greedy and streaming.
 
     Each prompt is answered under each policy in a new namespace, in which phase 1 has been read (not for `full`, which
-    no exact hit is to make faster): so nothing of what other prompts have computed is reused.
+    no exact hit is to make faster): so nothing of what other prompts have computed is reused. A policy that keeps
+    a part of documents has read them on their own, too.
 
     Args:
         model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is what the server
@@ -211,8 +214,10 @@ class HttpHost:
             self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
         options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
         given = {"answer": list(answer)} if answer else {}
-        prompt = as_text(ask.segments, chat, ask.begun)
-        return self._send(prompt, options | given | {"namespace": namespace}, len(answer) or ask.max_tokens)
+        prompt, options = as_text(ask.segments, chat, ask.begun), options | {"namespace": namespace}
+        if not answer and isinstance(parse_policy(policy), KeepsDocuments):
+            self._send(prompt, options, 1)  # reads its documents on their own
+        return self._send(prompt, options | given, len(answer) or ask.max_tokens)
 
     def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
         body = {
