@@ -19,6 +19,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from engines import (  # noqa: E402
+    EVERY_HEAD,
     EVERYTHING,
     NAIVE,
     OFF,
@@ -44,7 +45,6 @@ PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4
 SPREAD = {"policy": "spread", "recompute_share": 1.0}
 DEFAULT = {"policy": "spread"}
 RECOMPUTED = {"sparsex": EVERYTHING, "spread": SPREAD}
-BY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}
 WITH_WINDOWS = {"policy": "redknot:recent_tokens=8,min_ffn_tokens=4"}
 POISON = 3.0
 TIE = 1e-4  # of log-probabilities
@@ -81,7 +81,7 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts |= {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
     facts["naive"] = asdict(grafted(host, NAIVE))
     facts["default"] = asdict(grafted(host, DEFAULT))
-    facts["redknot"] = asdict(grafted(host, BY_HEAD))
+    facts["redknot"] = asdict(grafted(host, EVERY_HEAD))
     facts["with windows"] = asdict(grafted(host, WITH_WINDOWS))
     facts["poisoned"] = asdict(grafted(host, NAIVE, poisoned=True))
     facts["elsewhere"] = grafted(host, NAIVE, salt="another").grafted
