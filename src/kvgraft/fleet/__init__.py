@@ -1,0 +1,1 @@
+"""Several servers as one: a router that sends a prompt where most of its text is known."""

@@ -1,0 +1,70 @@
+"""Fingerprints of text, by which others can tell what a server holds without seeing any of it.
+
+A fingerprint is a keyed digest of some bytes of text at places that the text itself chooses, so equal text has equal
+fingerprints wherever it stands. The key is the scope: without it a fingerprint can be neither made nor tested.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvgraft.segments.keys import check_scope, window_hashes
+
+WINDOW = 64  # bytes that a fingerprint is of
+SPACING = 128  # bytes between two fingerprints, on average
+FARTHEST = 8 * SPACING  # bytes that two neighbours speak for at most: what lies between more distant ones is not known
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprints:
+    """Of one text.
+
+    Attributes:
+        places: of the first byte of each in the text, int64 [n], ascending.
+        values: uint64 [n].
+        num_bytes: of the text.
+    """
+
+    places: np.ndarray
+    values: np.ndarray
+    num_bytes: int
+
+    @classmethod
+    def of(cls, text: bytes, scope: bytes) -> "Fingerprints":
+        """Those of a text (UTF-8) in a scope (`scope_digest`)."""
+        check_scope(scope)
+        windows = window_hashes(np.frombuffer(text, np.uint8), WINDOW, scope)
+        places = np.flatnonzero(windows % np.uint64(SPACING) == 0)
+        digests = [hashlib.blake2b(text[at : at + WINDOW], digest_size=8, key=scope).digest() for at in places.tolist()]
+        return cls(places, np.frombuffer(b"".join(digests), "<u8"), len(text))
+
+    @classmethod
+    def joined(cls, texts: Iterable["Fingerprints"]) -> "Fingerprints":
+        """Those of texts that follow each other, none of which reaches from one into the next."""
+        parts = list(texts)
+        starts = np.cumsum([0, *(part.num_bytes for part in parts)])
+        places = [part.places + start for part, start in zip(parts, starts[:-1].tolist(), strict=True)]
+        empty = np.zeros(0, np.int64)
+        values = np.concatenate([*(part.values for part in parts), empty.astype(np.uint64)])
+        return cls(np.concatenate([*places, empty]), values, int(starts[-1]))
+
+    def chain(self) -> np.ndarray:
+        """Of each fingerprint, what names it and all before it: uint64 [n]."""
+        chained, last = np.empty_like(self.values), b""
+        for number, value in enumerate(self.values.tolist()):
+            last = hashlib.blake2b(last + value.to_bytes(8, "little"), digest_size=8).digest()
+            chained[number] = int.from_bytes(last, "little")
+        return chained
+
+    def known_bytes(self, known: np.ndarray) -> np.ndarray:
+        """How much text is known where these fingerprints bool [..., n] are: int64 [...].
+
+        Each speaks for its window; two neighbours that are known for what lies between them, unless that is too much.
+        """
+        gaps = np.diff(self.places)
+        reach = np.append(np.minimum(gaps, WINDOW), [WINDOW] * bool(len(self.places)))  # as far as the next one's
+        bridged = known[..., :-1] & known[..., 1:] & (gaps <= FARTHEST)
+        found: np.ndarray = known @ reach.astype(np.int64) + bridged @ (gaps - reach[:-1]).astype(np.int64)
+        return found
