@@ -1,0 +1,130 @@
+"""Which server a prompt should go to. The same code routes requests and simulated ones."""
+
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
+from kvgraft.fleet.known_text import KnownText
+from kvgraft.prefill.costs import TOKENS, Costs
+from kvgraft.reuse.cost import WORK
+from kvgraft.segments.fingerprints import Fingerprints
+
+SILENCE = 30.0  # seconds after which what a server said counts no longer
+IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, and one request more
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a server says of itself.
+
+    Attributes:
+        text, beginnings: sketches (`known_text.pack`) of its fingerprints and of their chains.
+        waiting_s: seconds of prefill that wait there.
+        costs: of its model on its machine; `work`: share of what is grafted that its policy computes.
+        bytes_per_token: of the text that it reads.
+    """
+
+    text: bytes
+    beginnings: bytes
+    waiting_s: float = 0.0
+    costs: Costs = TOKENS
+    work: float = WORK
+    bytes_per_token: float = BYTES_PER_TOKEN
+
+
+@dataclass
+class _Server:
+    report: Report
+    heard: float  # when
+    sent_s: float = 0.0  # of prefill, sent there since
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Servers for a prompt, the best first; what is expected of the best, in seconds and tokens.
+
+    Attributes:
+        informed: whether anything was known of the servers; else they are in no order but that of their load.
+    """
+
+    servers: list[Hashable]
+    prefill_s: float
+    known_tokens: float
+    informed: bool
+
+
+class Ranking:
+    """Ranks the servers of a fleet for one prompt after the other. For one thread.
+
+    A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has `imbalance` times as much in
+    flight as the mean, and one request more, comes last, whatever it holds.
+
+    Args:
+        imbalance: see `IMBALANCE`.
+        clock: seconds.
+    """
+
+    def __init__(self, *, imbalance: float = IMBALANCE, clock: Callable[[], float] = time.monotonic) -> None:
+        if not imbalance >= 1.0:
+            raise ValueError(f"imbalance is {imbalance}, must be at least 1")
+        self._imbalance, self._clock = imbalance, clock
+        self._text, self._beginnings = KnownText(clock), KnownText(clock)
+        self._servers: dict[Hashable, _Server] = {}
+        self._random = random.Random(0)
+
+    def hear(self, server: Hashable, report: Report) -> None:
+        """A server has said what it holds. ValueError if its sketches are none."""
+        self._text.update(server, report.text)
+        self._beginnings.update(server, report.beginnings)
+        self._servers[server] = _Server(report, self._clock())
+
+    def forget(self, server: Hashable) -> None:
+        """A server is gone."""
+        if self._servers.pop(server, None) is not None:
+            self._text.remove_server(server)
+            self._beginnings.remove_server(server)
+
+    def rank(self, text: Fingerprints, in_flight: Mapping[Hashable, int]) -> Ranked:
+        """The servers in the order in which a prompt should be offered to them.
+
+        Args:
+            in_flight: requests by server; these are the servers that there are.
+        """
+        servers = list(in_flight)
+        self._random.shuffle(servers)  # equal ones take turns
+        heard = [server for server in self._servers if server in in_flight and self._is_heard(server)]
+        if not heard:
+            return Ranked(sorted(servers, key=in_flight.__getitem__), 0.0, 0.0, informed=False)
+        expected = self._expect(text, heard)
+        least = dict(zip(heard, expected.prefill_s.tolist(), strict=True))
+        unknown = max(least.values())  # of a server that says nothing: as of the one that holds least
+        limit = self._imbalance * sum(in_flight.values()) / len(in_flight) + 1
+        seconds = {server: least.get(server, unknown) + self._waiting_s(server) for server in servers}
+        ranked = sorted(servers, key=lambda server: (in_flight[server] > limit, seconds[server], in_flight[server]))
+        best = ranked[0]
+        known = expected.prefix_tokens + expected.grafted_tokens
+        tokens = float(known[heard.index(best)]) if best in least else 0.0
+        return Ranked(ranked, least.get(best, unknown), tokens, informed=True)
+
+    def sent(self, server: Hashable, text: Fingerprints, prefill_s: float) -> None:
+        """A prompt went to a server, where it is to take so long."""
+        if (state := self._servers.get(server)) is not None:
+            state.sent_s += prefill_s
+            self._text.sent(server, text.values)
+            self._beginnings.sent(server, text.chain())
+
+    def _expect(self, text: Fingerprints, heard: list[Hashable]) -> Expected:
+        """Of these servers, by what the first one takes: those of a fleet are alike."""
+        columns = [self._text.servers.index(server) for server in heard]
+        report = self._servers[heard[0]].report
+        known, begun = self._text.where(text.values)[columns], self._beginnings.where(text.chain())[columns]
+        return expect(text, known, begun, report.costs, work=report.work, bytes_per_token=report.bytes_per_token)
+
+    def _is_heard(self, server: Hashable) -> bool:
+        return self._clock() - self._servers[server].heard <= SILENCE
+
+    def _waiting_s(self, server: Hashable) -> float:
+        state = self._servers.get(server)
+        return 0.0 if state is None else state.report.waiting_s + state.sent_s
