@@ -1,6 +1,6 @@
 """What one server holds, by the KV cache events that vLLM publishes: the fingerprints of its text."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,10 @@ class Holdings:
         """Blocks of text."""
         return len(self._blocks)
 
+    def __contains__(self, value: int) -> bool:
+        """Whether it holds text with this fingerprint."""
+        return value in self._counts
+
     @property
     def bytes_per_token(self) -> float | None:
         """Of all text so far; None if there was none."""
@@ -128,6 +132,31 @@ class Holdings:
                 self._counts[value] -= 1
                 if not self._counts[value]:
                     del self._counts[value]
+
+
+class Beginnings:
+    """Remembers the prompts that one server was asked to read, from their beginning on, as far as a router sees them.
+
+    Args:
+        capacity: fingerprints that are remembered, the last ones.
+    """
+
+    def __init__(self, capacity: int = 1 << 18) -> None:
+        self._capacity = capacity
+        self._begun: OrderedDict[int, int] = OrderedDict()  # by chain: the fingerprint that it ends with
+
+    def add(self, text: Fingerprints) -> None:
+        """A prompt was read."""
+        for chained, value in zip(text.chain().tolist(), text.values.tolist(), strict=True):
+            self._begun[chained] = value
+            self._begun.move_to_end(chained)
+        while len(self._begun) > self._capacity:
+            self._begun.popitem(last=False)
+
+    def sketch(self, holdings: Holdings) -> bytes:
+        """Of the chains whose text is still there, see `known_text.pack`."""
+        held = [chained for chained, value in self._begun.items() if value in holdings]
+        return pack(np.array(held, np.uint64))
 
 
 def _salt_of(event: BlockStored) -> str | None:

@@ -3,7 +3,8 @@
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
 from kvgraft.fleet.known_text import KnownText
@@ -32,6 +33,15 @@ class Report:
     costs: Costs = TOKENS
     work: float = WORK
     bytes_per_token: float = BYTES_PER_TOKEN
+
+    def as_stats(self) -> dict[str, Any]:
+        """As numbers, texts and bytes."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> "Report":
+        """What `as_stats` has given."""
+        return cls(**{**stats, "costs": Costs(**stats["costs"])})
 
 
 @dataclass
@@ -72,7 +82,7 @@ class Ranking:
         self._imbalance, self._clock = imbalance, clock
         self._text, self._beginnings = KnownText(clock), KnownText(clock)
         self._servers: dict[Hashable, _Server] = {}
-        self._random = random.Random(0)
+        self._random = random.Random(0)  # noqa: S311  # nobody gains by guessing it
 
     def hear(self, server: Hashable, report: Report) -> None:
         """A server has said what it holds. ValueError if its sketches are none."""

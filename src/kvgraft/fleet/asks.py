@@ -1,0 +1,55 @@
+"""A request on its way through a fleet, and the text by which it is routed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvgraft.segments.fingerprints import Fingerprints
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """One HTTP request.
+
+    Attributes:
+        target: path and query.
+        headers: names in lower case, and values.
+        text: of its prompt; None: it is routed by load alone.
+    """
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    text: Fingerprints | None = None
+
+
+def decoded(body: bytes) -> Mapping[str, Any]:
+    """A JSON object; an empty one for a body that is none."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        try:
+            found = json.loads(body)  # vLLM understands more than strict JSON
+        except (ValueError, RecursionError):
+            return {}
+    return found if isinstance(found, dict) else {}
+
+
+def texts_of(request: Mapping[str, Any]) -> list[str]:
+    """The texts of an OpenAI request's prompt in their order: of a completion, a chat or a response. Token ids are none,
+    nor are pictures."""
+    return [text for field in ("prompt", "instructions", "input", "messages") for text in _texts(request.get(field))]
+
+
+def _texts(found: Any) -> Iterator[str]:
+    if isinstance(found, str):
+        yield found
+    elif isinstance(found, list):
+        for part in found:
+            yield from _texts(part)
+    elif isinstance(found, dict):
+        yield from _texts(found.get("content", found.get("text")))
