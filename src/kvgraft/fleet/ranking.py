@@ -73,13 +73,16 @@ class Ranking:
 
     Args:
         imbalance: see `IMBALANCE`.
+        grafts: whether text counts that is no beginning; without, this is a prefix-aware router.
         clock: seconds.
     """
 
-    def __init__(self, *, imbalance: float = IMBALANCE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, imbalance: float = IMBALANCE, grafts: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if not imbalance >= 1.0:
             raise ValueError(f"imbalance is {imbalance}, must be at least 1")
-        self._imbalance, self._clock = imbalance, clock
+        self._imbalance, self._grafts, self._clock = imbalance, grafts, clock
         self._text, self._beginnings = KnownText(clock), KnownText(clock)
         self._servers: dict[Hashable, _Server] = {}
         self._random = random.Random(0)  # noqa: S311  # nobody gains by guessing it
@@ -130,6 +133,8 @@ class Ranking:
         columns = [self._text.servers.index(server) for server in heard]
         report = self._servers[heard[0]].report
         known, begun = self._text.where(text.values)[columns], self._beginnings.where(text.chain())[columns]
+        if not self._grafts:
+            known = known & begun
         return expect(text, known, begun, report.costs, work=report.work, bytes_per_token=report.bytes_per_token)
 
     def _is_heard(self, server: Hashable) -> bool:

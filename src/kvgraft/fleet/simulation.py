@@ -1,0 +1,230 @@
+"""A fleet in one process: its router, and servers that only take time, as long as a cost model says.
+
+The router is the real one (`Ranking`, sketches). A server reads one prompt after the other, holds the fingerprints of what it
+has read in a pool of so many tokens, the last used ones, and says from time to time what they are. Decoding takes a
+request's place on the server, and no time from prompts.
+"""
+
+import heapq
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
+from kvgraft.fleet.known_text import pack
+from kvgraft.fleet.ranking import Ranking, Report
+from kvgraft.prefill.costs import Costs
+from kvgraft.segments.fingerprints import SPACING, Fingerprints
+
+ROUTERS = ("random", "least-loaded", "prefix-aware", "segment-aware")
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A request: when it comes, in seconds, its prompt, and how many tokens are decoded."""
+
+    at: float
+    text: Fingerprints
+    decoded: int
+
+
+@dataclass(frozen=True)
+class FleetShape:
+    """What is simulated.
+
+    Attributes:
+        servers: how many.
+        pool_tokens: of each one's KV.
+        costs: of a prompt.
+        work: share of what is grafted that is computed.
+        decode_s: of one token.
+        period_s: between two sketches of a server.
+        delay_s: until a sketch has reached the router.
+        imbalance: of `Ranking`.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    servers: int
+    pool_tokens: int
+    costs: Costs
+    work: float = 0.15
+    decode_s: float = 0.02
+    period_s: float = 2.0
+    delay_s: float = 0.2
+    imbalance: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "pool_tokens", "period_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be more than 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """What became of all requests, in their order.
+
+    Attributes:
+        ttft_s: seconds to the first token.
+        prompt_tokens, prefix_tokens, grafted_tokens: of each prompt.
+        server: which one had it.
+        routing_s: that the router took, of this machine.
+        sketch_bytes: of all sketches; `staleness_s`: age of what the chosen server had said, at the time of the choice.
+        duration_s: from the first arrival to the last answer.
+    """
+
+    ttft_s: np.ndarray
+    prompt_tokens: np.ndarray
+    prefix_tokens: np.ndarray
+    grafted_tokens: np.ndarray
+    server: np.ndarray
+    routing_s: np.ndarray
+    staleness_s: np.ndarray
+    sketch_bytes: int
+    duration_s: float
+
+    @property
+    def reused_share(self) -> float:
+        """Of all prompt tokens."""
+        return float((self.prefix_tokens + self.grafted_tokens).sum() / self.prompt_tokens.sum())
+
+    def imbalance(self, servers: int) -> float:
+        """Computed tokens of the busiest server, over the mean."""
+        computed = self.prompt_tokens - self.prefix_tokens - self.grafted_tokens
+        by_server = np.bincount(self.server, computed, minlength=servers)
+        return float(by_server.max() / by_server.mean())
+
+
+class _Server:
+    """One server, and what it holds: fingerprints, and chains of the prompts that it has read."""
+
+    def __init__(self, shape: FleetShape) -> None:
+        self._shape = shape
+        self._capacity = int(shape.pool_tokens * BYTES_PER_TOKEN / SPACING)
+        self.free_at = 0.0
+        self._held: OrderedDict[int, None] = OrderedDict()
+        self._begun: dict[int, int] = {}  # by chain: the fingerprint it ends with
+
+    def read(self, arrival: Arrival, chain: np.ndarray) -> tuple[float, float, float]:
+        """Take a prompt: when it has its first token; prefix and grafted tokens."""
+        values = arrival.text.values.tolist()
+        known = np.array([value in self._held for value in values], bool)
+        begun = np.array([chained in self._begun for chained in chain.tolist()], bool)
+        expected = expect(arrival.text, known[None], begun[None], self._shape.costs, work=self._shape.work)
+        started = max(arrival.at, self.free_at)
+        self.free_at = started + float(expected.prefill_s[0])
+        for value, chained in zip(values, chain.tolist(), strict=True):
+            self._held[value] = None
+            self._held.move_to_end(value)
+            self._begun[chained] = value
+        while len(self._held) > self._capacity:
+            self._held.popitem(last=False)
+        return self.free_at, float(expected.prefix_tokens[0]), float(expected.grafted_tokens[0])
+
+    def report(self, now: float) -> Report:
+        """What it says of itself."""
+        self._begun = {chained: value for chained, value in self._begun.items() if value in self._held}
+        text = pack(np.fromiter(self._held, np.uint64, len(self._held)))
+        begun = pack(np.fromiter(self._begun, np.uint64, len(self._begun)))
+        return Report(text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work)
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    shape: FleetShape,
+    router: str,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Simulated:
+    """Send all requests, in the order in which they come.
+
+    Raises:
+        ValueError: there is no such router.
+    """
+    if router not in ROUTERS:
+        raise ValueError(f"no router {router!r}: there are {', '.join(ROUTERS)}")
+    run = _Run(shape, router)
+    for number, arrival in enumerate(arrivals):
+        run.send(arrival)
+        on_progress(number + 1, len(arrivals))
+    return run.result()
+
+
+class _Run:
+    def __init__(self, shape: FleetShape, router: str) -> None:
+        self._shape, self._router, self._now = shape, router, 0.0
+        self._servers = [_Server(shape) for _ in range(shape.servers)]
+        self._ranking = Ranking(
+            imbalance=shape.imbalance, grafts=router == "segment-aware", clock=lambda: self._now
+        )
+        self._in_flight = dict.fromkeys(range(shape.servers), 0)
+        self._ends: list[tuple[float, int]] = []
+        self._random = random.Random(0)  # noqa: S311  # a simulation
+        step = shape.period_s / shape.servers
+        self._due = [(step * number, number) for number in range(shape.servers)]  # of sketches
+        self._on_the_way: deque[tuple[float, int, Report]] = deque()
+        self._said: dict[int, float] = {}
+        self._rows: list[tuple[float, ...]] = []
+        self._sketch_bytes, self._last = 0, 0.0
+
+    def send(self, arrival: Arrival) -> None:
+        """One request, when it comes."""
+        self._pass(arrival.at)
+        chain = arrival.text.chain()
+        before = time.perf_counter()
+        server, prefill_s = self._choose(arrival.text)
+        took = time.perf_counter() - before
+        first_token, prefix, grafted = self._servers[server].read(arrival, chain)
+        ended = first_token + arrival.decoded * self._shape.decode_s
+        self._in_flight[server] += 1
+        heapq.heappush(self._ends, (ended, server))
+        self._ranking.sent(server, arrival.text, prefill_s)
+        tokens = arrival.text.num_bytes / BYTES_PER_TOKEN
+        stale = arrival.at - self._said.get(server, arrival.at)
+        self._rows.append((first_token - arrival.at, tokens, prefix, grafted, server, took, stale))
+        self._last = max(self._last, ended)
+
+    def result(self) -> Simulated:
+        """What became of all of them."""
+        columns = np.array(self._rows).T.reshape(7, -1)
+        ttft, tokens, prefix, grafted, server, took, stale = columns
+        return Simulated(ttft, tokens, prefix, grafted, server.astype(int), took, stale, self._sketch_bytes, self._last)
+
+    def _choose(self, text: Fingerprints) -> tuple[int, float]:
+        if self._router == "random":
+            return self._random.randrange(self._shape.servers), 0.0
+        if self._router == "least-loaded":
+            least = min(self._in_flight.values())
+            return self._random.choice([s for s, count in self._in_flight.items() if count == least]), 0.0
+        ranked = self._ranking.rank(text, self._in_flight)
+        return int(ranked.servers[0]), ranked.prefill_s
+
+    def _pass(self, now: float) -> None:
+        """Let the time until then pass."""
+        while self._ends and self._ends[0][0] <= now:
+            self._in_flight[heapq.heappop(self._ends)[1]] -= 1
+        if self._router not in ("random", "least-loaded"):
+            while self._due[0][0] <= now:
+                due, server = heapq.heappop(self._due)
+                report = self._servers[server].report(due)
+                self._sketch_bytes += len(report.text) + len(report.beginnings)
+                self._on_the_way.append((due + self._shape.delay_s, server, report))
+                heapq.heappush(self._due, (due + self._shape.period_s, server))
+            while self._on_the_way and self._on_the_way[0][0] <= now:
+                self._now, server, report = self._on_the_way.popleft()
+                self._ranking.hear(server, report)
+                self._said[server] = self._now - self._shape.delay_s
+        self._now = now
+
+
+def arrivals_of(texts: Iterable[tuple[float, list[bytes], int]], scope: bytes) -> list[Arrival]:
+    """Requests from (seconds, texts of the prompt, tokens decoded) each."""
+    return [
+        Arrival(at, Fingerprints.joined(Fingerprints.of(text, scope) for text in parts), decoded)
+        for at, parts, decoded in texts
+    ]
