@@ -20,6 +20,7 @@ class TrafficShape:
         rate: of them a second, as a Poisson process.
         documents: of the corpus; the n-th is asked about 1 / n**zipf as often as the first.
         per_prompt: documents of a prompt.
+        topics: into which the corpus falls; `on_topic`: share of a prompt's documents that are of one topic.
         document_tokens, system_tokens, question_tokens, answer_tokens: their sizes.
         turns: of a conversation, on average; each later one comes `pause_s` seconds after the one before, on average.
 
@@ -32,6 +33,8 @@ class TrafficShape:
     documents: int = 2000
     zipf: float = 1.0
     per_prompt: int = 6
+    topics: int = 100
+    on_topic: float = 0.8
     document_tokens: int = 512
     system_tokens: int = 256
     question_tokens: int = 32
@@ -85,9 +88,12 @@ def _arrivals(shape: TrafficShape, seed: int) -> Iterator[Arrival]:
     while sent < shape.requests:
         at += random.exponential(shape.turns / shape.rate)
         chosen: list[int] = []
+        topic = int(np.searchsorted(bounds, random.random())) % shape.topics
         while len(chosen) < shape.per_prompt:
             drawn = min(int(np.searchsorted(bounds, random.random())), shape.documents - 1)
-            chosen += [drawn] * (drawn not in chosen)
+            if random.random() < shape.on_topic:
+                drawn = drawn - drawn % shape.topics + topic
+            chosen += [drawn] * (drawn not in chosen and drawn < shape.documents)
         history = [texts.of(-1 + (1 << 31), shape.system_tokens)]
         history += [texts.of(document, shape.document_tokens) for document in chosen]
         now, turns = at, random.geometric(1 / shape.turns)

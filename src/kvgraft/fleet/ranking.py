@@ -48,7 +48,7 @@ class Report:
 class _Server:
     report: Report
     heard: float  # when
-    sent_s: float = 0.0  # of prefill, sent there since
+    free_at: float  # when all prompts that were sent there will have been read, as far as can be told
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Ranking:
         """A server has said what it holds. ValueError if its sketches are none."""
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
-        self._servers[server] = _Server(report, self._clock())
+        now = self._clock()
+        self._servers[server] = _Server(report, now, now + report.waiting_s)
 
     def forget(self, server: Hashable) -> None:
         """A server is gone."""
@@ -124,7 +125,7 @@ class Ranking:
     def sent(self, server: Hashable, text: Fingerprints, prefill_s: float) -> None:
         """A prompt went to a server, where it is to take so long."""
         if (state := self._servers.get(server)) is not None:
-            state.sent_s += prefill_s
+            state.free_at = max(state.free_at, self._clock()) + prefill_s
             self._text.sent(server, text.values)
             self._beginnings.sent(server, text.chain())
 
@@ -142,4 +143,4 @@ class Ranking:
 
     def _waiting_s(self, server: Hashable) -> float:
         state = self._servers.get(server)
-        return 0.0 if state is None else state.report.waiting_s + state.sent_s
+        return 0.0 if state is None else max(state.free_at - self._clock(), 0.0)
