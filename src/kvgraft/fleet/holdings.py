@@ -164,4 +164,3 @@ def _salt_of(event: BlockStored) -> str | None:
     keys: Sequence[Any] = (event.extra_keys or [None])[0] or ()
     named = [key for key in keys if isinstance(key, str) and key != event.lora_name]
     return named[-1] if named else None
-

@@ -159,9 +159,7 @@ class _Run:
     def __init__(self, shape: FleetShape, router: str) -> None:
         self._shape, self._router, self._now = shape, router, 0.0
         self._servers = [_Server(shape) for _ in range(shape.servers)]
-        self._ranking = Ranking(
-            imbalance=shape.imbalance, grafts=router == "segment-aware", clock=lambda: self._now
-        )
+        self._ranking = Ranking(imbalance=shape.imbalance, grafts=router == "segment-aware", clock=lambda: self._now)
         self._in_flight = dict.fromkeys(range(shape.servers), 0)
         self._ends: list[tuple[float, int]] = []
         self._random = random.Random(0)  # noqa: S311  # a simulation
