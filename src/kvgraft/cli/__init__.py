@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import typer
 
-from kvgraft.cli import answers, calibrate, demo, flows, models, segments, studies, traffic  # noqa: F401  # their commands
+from kvgraft.cli import answers, calibrate, demo, fleet, flows, models, segments, studies, traffic  # noqa: F401  # their commands
 from kvgraft.cli.options import app
 
 

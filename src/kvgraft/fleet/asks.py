@@ -40,7 +40,7 @@ def decoded(body: bytes) -> Mapping[str, Any]:
 
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:
-    """The texts of an OpenAI request's prompt in their order: of a completion, a chat or a response. Token ids are none,
+    """The texts of an OpenAI request's prompt in their order: a completion, a chat or a response; token ids are none,
     nor are pictures."""
     return [text for field in ("prompt", "instructions", "input", "messages") for text in _texts(request.get(field))]
 

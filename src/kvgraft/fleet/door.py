@@ -5,8 +5,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
-from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.asks import Ask, decoded, texts_of
 from kvgraft.segments.fingerprints import Fingerprints

@@ -1,4 +1,4 @@
-"""Traffic for simulated fleets: prompts of documents in any order, and conversations, as fingerprints without a text."""
+"""Traffic for simulated fleets: prompts of documents in any order, and conversations, as fingerprints without text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

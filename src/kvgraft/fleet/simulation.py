@@ -1,24 +1,24 @@
 """A fleet in one process: its router, and servers that only take time, as long as a cost model says.
 
-The router is the real one (`Ranking`, sketches). A server reads one prompt after the other, holds the fingerprints of what it
-has read in a pool of so many tokens, the last used ones, and says from time to time what they are. Decoding takes a
-request's place on the server, and no time from prompts.
+The router is the real one (`Ranking`, `HeldText`, sketches). A server reads one prompt after the other, holds the last
+that it has read, and says from time to time what that is. Decoding takes a request's place on the server, and no time
+from prompts.
 """
 
 import heapq
 import random
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
-from kvgraft.fleet.known_text import pack
+from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.ranking import Ranking, Report
 from kvgraft.prefill.costs import Costs
-from kvgraft.segments.fingerprints import SPACING, Fingerprints
+from kvgraft.segments.fingerprints import Fingerprints
 
 ROUTERS = ("random", "least-loaded", "prefix-aware", "segment-aware")
 
@@ -105,32 +105,21 @@ class _Server:
 
     def __init__(self, shape: FleetShape) -> None:
         self._shape = shape
-        self._capacity = int(shape.pool_tokens * BYTES_PER_TOKEN / SPACING)
+        self._text = HeldText(shape.pool_tokens * BYTES_PER_TOKEN)
         self.free_at = 0.0
-        self._held: OrderedDict[int, None] = OrderedDict()
-        self._begun: dict[int, int] = {}  # by chain: the fingerprint it ends with
 
-    def read(self, arrival: Arrival, chain: np.ndarray) -> tuple[float, float, float]:
+    def read(self, arrival: Arrival) -> tuple[float, float, float]:
         """Take a prompt: when it has its first token; prefix and grafted tokens."""
-        values = arrival.text.values.tolist()
-        known = np.array([value in self._held for value in values], bool)
-        begun = np.array([chained in self._begun for chained in chain.tolist()], bool)
-        expected = expect(arrival.text, known[None], begun[None], self._shape.costs, work=self._shape.work)
+        held, begun = self._text.holds(arrival.text)
+        expected = expect(arrival.text, held[None], begun[None], self._shape.costs, work=self._shape.work)
         started = max(arrival.at, self.free_at)
         self.free_at = started + float(expected.prefill_s[0])
-        for value, chained in zip(values, chain.tolist(), strict=True):
-            self._held[value] = None
-            self._held.move_to_end(value)
-            self._begun[chained] = value
-        while len(self._held) > self._capacity:
-            self._held.popitem(last=False)
+        self._text.add(arrival.text)
         return self.free_at, float(expected.prefix_tokens[0]), float(expected.grafted_tokens[0])
 
     def report(self, now: float) -> Report:
         """What it says of itself."""
-        self._begun = {chained: value for chained, value in self._begun.items() if value in self._held}
-        text = pack(np.fromiter(self._held, np.uint64, len(self._held)))
-        begun = pack(np.fromiter(self._begun, np.uint64, len(self._begun)))
+        text, begun = self._text.sketches()
         return Report(text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work)
 
 
@@ -173,11 +162,10 @@ class _Run:
     def send(self, arrival: Arrival) -> None:
         """One request, when it comes."""
         self._pass(arrival.at)
-        chain = arrival.text.chain()
         before = time.perf_counter()
         server, prefill_s = self._choose(arrival.text)
         took = time.perf_counter() - before
-        first_token, prefix, grafted = self._servers[server].read(arrival, chain)
+        first_token, prefix, grafted = self._servers[server].read(arrival)
         ended = first_token + arrival.decoded * self._shape.decode_s
         self._in_flight[server] += 1
         heapq.heappush(self._ends, (ended, server))

@@ -1,0 +1,38 @@
+"""Commands about several servers behind one address: run them, simulate them."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvgraft.cli.options import app
+
+RUN = "run"
+
+
+class _RunsModels(TyperGroup):
+    """`kvgraft fleet MODEL` is `kvgraft fleet run MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        is_known = bool(args) and (args[0] in self.commands or args[0] == "--help")
+        return super().parse_args(ctx, args if is_known else [RUN, *args])
+
+
+fleet_app = typer.Typer(name="fleet", help="Several servers behind one address: docs/fleet.md.", cls=_RunsModels)
+app.add_typer(fleet_app)
+
+
+@fleet_app.command(
+    RUN, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def run_fleet(context: typer.Context) -> None:
+    """Servers behind one address, as an application of Ray Serve: `kvgraft fleet MODEL --replicas N [any flag of
+    `kvgraft serve`]`, see `kvgraft fleet run --help`."""
+    from kvgraft.fleet.application import run
+
+    run(context.args)
+
+
+@fleet_app.command()
+def simulate() -> None:
+    """What routers would make of traffic, with up to a thousand servers."""
