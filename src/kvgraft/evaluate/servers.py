@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +18,23 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
+# SIGTERM comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across exec
+_UNTIL_ITS_PARENT_ENDS = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its base URL without /v1, its process and log."""
+    """A running server: its base URL without /v1, its process and its log; None: what it says goes where we write."""
 
     url: str
     process: subprocess.Popen[bytes]
-    log: Path
+    log: Path | None
 
     @property
     def api(self) -> str:
@@ -37,20 +44,38 @@ class Server:
 
 @contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """`kvgraft serve` with these arguments on a free port of 127.0.0.1, once it answers /health.
+    """`running` for an evaluation, with a log of its own.
 
     Args:
         environment: what vLLM reads, on top of ours and of `ENVIRONMENT`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with running(arguments, ENVIRONMENT | dict(environment or {}), log) as server:
+            yield server
+
+
+@contextmanager
+def running(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path | None = None,
+    *,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """`kvgraft serve` with these arguments on a free port of 127.0.0.1, once it answers /health.
+
+    Args:
+        environment: what vLLM reads, on top of ours.
 
     Raises:
         RuntimeError: it ended or was not up in time; the message holds the end of its log.
     """
-    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+    with reserved_port() as port:
         command = [sys.executable, "-m", "kvgraft", "serve", *arguments, "--host", HOST, "--port", str(port)]
-        log = Path(folder) / "server.log"
-        with _running(command, ENVIRONMENT | dict(environment or {}), log) as process:
+        with _process(command, environment, log) as process:
             server = Server(f"http://{HOST}:{port}", process, log)
-            _wait_until_healthy(server)
+            _wait_until_healthy(server, start_timeout_s)
             yield server
 
 
@@ -65,10 +90,17 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextmanager
-def _running(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
+def _process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One that ends with us, however we end."""
+    with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(  # noqa: S603  # our own module in our own interpreter
-            command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-c", _UNTIL_ITS_PARENT_ENDS, *command],
+            env=os.environ | dict(environment),
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield process
@@ -81,12 +113,13 @@ def _running(command: Sequence[str], environment: Mapping[str, str], log: Path) 
         process.wait()
 
 
-def _wait_until_healthy(server: Server) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_until_healthy(server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and server.process.poll() is None:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     state = "was not up in time" if server.process.poll() is None else f"ended with {server.process.returncode}"
-    raise RuntimeError(f"the server {state}:\n{server.log.read_text(errors='replace')[-LOG_TAIL:]}")
+    said = server.log.read_text(errors="replace")[-LOG_TAIL:] if server.log is not None else "see its log"
+    raise RuntimeError(f"the server {state}:\n{said}")

@@ -1,137 +1,177 @@
 """One server of a fleet: a `kvgraft serve` process, and what passes requests on to it and tells what it holds."""
 
 import os
-import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack
-from http import HTTPStatus
-from json import dumps
-from pathlib import Path
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import aiohttp
-import msgspec
-import numpy as np
-import zmq
+from prometheus_client.parser import text_string_to_metric_families
+from ray.serve import get_replica_context
 
-from kvgraft.evaluate.servers import Server, serving
-from kvgraft.fleet.asks import Ask
-from kvgraft.fleet.expected import BYTES_PER_TOKEN
-from kvgraft.fleet.holdings import Beginnings, EventBatch, Holdings
-from kvgraft.fleet.ranking import Report
+from kvgraft.evaluate.servers import running
+from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
+from kvgraft.fleet.held_text import HeldText
+from kvgraft.fleet.ranking import HEARTBEAT, Report
+from kvgraft.fleet.requests import FleetRequest, Head
 from kvgraft.prefill.costs import TOKENS, Costs
+from kvgraft.reuse.cost import WORK
+from kvgraft.segments.fingerprints import Fingerprints
 
-HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length"})
+HOP_BY_HOP = frozenset(
+    {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
+    | {"te", "transfer-encoding", "upgrade"}
+)
 CONNECT_S = 10.0
-Head = tuple[int, tuple[tuple[str, str], ...]]  # status and headers of an answer
-
-
-class EventReader:
-    """Follows the events of a vLLM server in a thread of its own.
-
-    Args:
-        endpoint: where ZeroMQ finds them.
-        holdings: takes what they say; to be read under `lock` alone.
-    """
-
-    def __init__(self, endpoint: str, holdings: Holdings) -> None:
-        self.lock = threading.Lock()
-        self._holdings, self._ended = holdings, threading.Event()
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.RCVTIMEO, 200)  # milliseconds, after which it looks whether it is to end
-        self._socket.connect(endpoint)
-        self._thread = threading.Thread(target=self._run, name="kvgraft-events", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Read no more."""
-        self._ended.set()
-        self._thread.join()
-        self._socket.close(0)
-
-    def _run(self) -> None:
-        decoder, last = msgspec.msgpack.Decoder(EventBatch), -1
-        while not self._ended.is_set():
-            try:
-                _, number, payload = self._socket.recv_multipart()
-            except zmq.Again:
-                continue
-            with self.lock:
-                if int.from_bytes(number) != last + 1:
-                    self._holdings.clear()  # what was missed is not known
-                last = int.from_bytes(number)
-                self._holdings.take(decoder.decode(payload))
+QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
+METRICS_S = 5.0  # between two looks at the metrics of the server
+POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
+START_S = 1800.0  # a large model may be fetched first
 
 
 class Replica:
     """A server, started with these arguments of `kvgraft serve`, and ended with this object.
 
+    If the server ends, this process does, too: whoever sees to replicas starts another one.
+
+    Args:
+        environment: that the server gets beside ours.
+
     Raises:
-        RuntimeError: it did not start; the message holds the end of its log.
+        RuntimeError: it did not start.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], environment: Mapping[str, str], costs: Costs = TOKENS):
-        from transformers import AutoTokenizer
-
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._open = ExitStack()
-        folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-")))
-        endpoint = f"ipc://{folder / 'events'}"
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-        self._costs = costs
-        self._server: Server = self._open.enter_context(
-            serving(model, *arguments, "--kv-events-config", dumps(events), environment=environment)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        self._holdings = Holdings(tokenizer.decode, model)
-        self._reader = EventReader(endpoint, self._holdings)
-        self._open.callback(self._reader.close)
+        self._server = self._open.enter_context(running([*arguments, *QUIET], environment, start_timeout_s=START_S))
+        self._name = get_replica_context().replica_id.unique_id
+        self._is_closing = threading.Event()
+        threading.Thread(target=self._end_with_server, name="kvgraft-server", daemon=True).start()
         self._session: aiohttp.ClientSession | None = None
-        self._beginnings = Beginnings()
-        self._waiting_bytes = 0  # of prompts that have no token yet
+        self._costs, self._bytes_per_token, self._pool_tokens = TOKENS, BYTES_PER_TOKEN, float(POOL_TOKENS)
+        self._held = HeldText(self._pool_tokens * self._bytes_per_token)
+        self._waiting: dict[int, float] = {}  # seconds of prefill of requests without an answer so far
+        self._num_requests = self._num_bytes = 0  # sent to the server; of their prompts
+        self._looked = 0.0
 
-    async def __call__(self, ask: Ask) -> AsyncGenerator[Head | bytes]:
+    async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         """Pass a request on: first the head of the answer, then its body as it comes."""
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
-        headers = [(name, value) for name, value in ask.headers if name not in HOP_BY_HOP]
-        num_bytes = ask.text.num_bytes if ask.text is not None else 0
-        self._waiting_bytes += num_bytes
+        number, text = self._num_requests, request.text
+        self._num_requests += 1
+        if text is not None:
+            self._waiting[number] = self._prefill_s(text)
         try:
-            async with self._session.request(
-                ask.method, self._server.url + ask.target, headers=headers, data=ask.body, allow_redirects=False
-            ) as answer:
-                kept = [(n, v) for n, v in answer.headers.items() if n.lower() not in HOP_BY_HOP]
-                yield answer.status, tuple(kept)
-                async for chunk in answer.content.iter_any():
-                    if num_bytes and answer.status == HTTPStatus.OK:
-                        self._beginnings.add(ask.text)
-                    self._waiting_bytes, num_bytes = self._waiting_bytes - num_bytes, 0
-                    yield chunk
+            async with aclosing(self._answer(request)) as answer:
+                async for part in answer:
+                    if isinstance(part, bytes) and self._waiting.pop(number, None) is not None and text is not None:
+                        self._num_bytes += text.num_bytes
+                        self._held.add(text)
+                    yield part
         finally:
-            self._waiting_bytes -= num_bytes
+            self._waiting.pop(number, None)
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def once(self, request: FleetRequest) -> tuple[Head, bytes]:
+        """The whole answer to what every server is asked."""
+        parts: list[Any] = []
+        async with aclosing(self._answer(request)) as answer:
+            parts += [part async for part in answer]
+        if request.target.startswith("/reset_prefix_cache"):
+            self._held.clear()
+        head, *body = parts
+        return head, b"".join(body)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
         """What Ray Serve hands to routers."""
-        with self._reader.lock:
-            sketches = self._holdings.sketch(), self._beginnings.sketch(self._holdings)
-            per_token = self._holdings.bytes_per_token or BYTES_PER_TOKEN
-        tokens = self._waiting_bytes / per_token
-        waiting_s = float(self._costs.computing(tokens, np.array(tokens**2 / 2))) if tokens else 0.0
-        return Report(*sketches, waiting_s, self._costs, bytes_per_token=per_token).as_stats()
+        if time.monotonic() - self._looked > METRICS_S:
+            await self._look()
+        text, beginnings = self._held.sketches()
+        report = Report(
+            text,
+            beginnings,
+            sum(self._waiting.values()),
+            self._costs,
+            WORK,
+            self._bytes_per_token,
+            int(time.time() // HEARTBEAT),
+        )
+        return report.as_stats()
+
+    async def describe(self) -> dict[str, Any]:
+        """For people."""
+        text, beginnings = self._held.sketches()
+        return {
+            "name": self._name,
+            "requests": self._num_requests,
+            "prompt_bytes": self._num_bytes,
+            "fingerprints": len(self._held),
+            "sketch_bytes": len(text) + len(beginnings),
+            "waiting": len(self._waiting),
+            "waiting_s": sum(self._waiting.values()),
+            "pool_tokens": self._pool_tokens,
+            "bytes_per_token": self._bytes_per_token,
+            "pid": os.getpid(),
+            "server_pid": self._server.process.pid,
+        }
+
+    async def metrics(self) -> tuple[str, str]:
+        """Its name, and the metrics of its server as they are shown."""
+        async with self._http().get(f"{self._server.url}/metrics") as answer:
+            answer.raise_for_status()
+            return self._name, await answer.text()
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica of which this raises."""
-        if self._server.process.poll() is not None:
-            raise RuntimeError(f"the server ended with {self._server.process.returncode}")
+        async with self._http().get(f"{self._server.url}/health") as answer:
+            answer.raise_for_status()
+
+    async def _answer(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
+        headers = [(name, value) for name, value in request.headers if name not in HOP_BY_HOP]
+        url = self._server.url + request.target
+        async with self._http().request(
+            request.method, url, headers=headers, data=request.body, allow_redirects=False
+        ) as answer:
+            kept = tuple((name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP)
+            yield Head(answer.status, kept)
+            async for chunk in answer.content.iter_any():
+                yield chunk
+
+    def _http(self) -> aiohttp.ClientSession:
+        """Made in the event loop that it is used in."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        return self._session
+
+    def _prefill_s(self, text: Fingerprints) -> float:
+        held, begun = self._held.holds(text)
+        expected = expect(text, held[None], begun[None], self._costs, work=WORK, bytes_per_token=self._bytes_per_token)
+        return float(expected.prefill_s[0])
+
+    async def _look(self) -> None:
+        """Learn from the metrics of the server: its pool, its costs, and how long its tokens are."""
+        self._looked = time.monotonic()
+        costs: dict[str, float] = {}
+        for family in text_string_to_metric_families((await self.metrics())[1]):
+            for name, labels, value, *_ in family.samples:
+                if name == "vllm:cache_config_info":
+                    self._pool_tokens = float(labels["num_gpu_blocks"]) * float(labels["block_size"])
+                elif name == "kvgraft:cost_seconds":
+                    costs[f"{labels['of']}_s"] = value
+                elif name == "vllm:prompt_tokens_total" and value and self._num_bytes:
+                    self._bytes_per_token = self._num_bytes / value
+        self._costs = Costs(**costs) if costs else self._costs
+        self._held.resize(self._pool_tokens * self._bytes_per_token)
+
+    def _end_with_server(self) -> None:
+        code = self._server.process.wait()
+        if not self._is_closing.is_set():
+            print(f"the server ended with {code}", flush=True)
+            os._exit(1)  # what is on its way here ends with an error, and is tried elsewhere
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):
+        if hasattr(self, "_is_closing"):
+            self._is_closing.set()
             self._open.close()
-
-
-def environment_of_replica() -> dict[str, str]:
-    """What its server is to find in its environment."""
-    return {name: os.environ[name] for name in ("KVGRAFT_API_KEYS", "KVGRAFT_ADMIN_KEY") if name in os.environ}

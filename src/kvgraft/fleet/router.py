@@ -1,27 +1,28 @@
 """A request router of Ray Serve: a prompt goes to the replica from which its first token is expected soonest."""
 
 import random
+import time
 from typing import Any
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from kvgraft.fleet.asks import Ask
+from kvgraft.fleet import figures  # not what is in it: Ray copies this class, with all that it names
 from kvgraft.fleet.ranking import IMBALANCE, Ranking, Report
+from kvgraft.fleet.requests import FleetRequest
 
 
 class SegmentRouter(LocalityMixin, RequestRouter):
     """Ranks replicas by the text that they hold and by what waits for them; by load alone (the better of two drawn at
-    random) where nothing is known.
+    random, on the same machine first) where nothing is known.
 
     It does not take Ray's `FIFOMixin`: with that a replica that was chosen for one request is given to the one that has
     waited longest.
     """
 
-    def initialize_state(self, imbalance: float = IMBALANCE, **_: Any) -> None:
-        """Take the options of the deployment (`request_router_kwargs`)."""
-        self._ranking = Ranking(imbalance=imbalance)
+    def initialize_state(self, imbalance: float = IMBALANCE, grafts: bool = True, **_: Any) -> None:
+        """Take the options of the deployment (`request_router_kwargs`), as `Ranking` has them."""
+        self._ranking: Ranking[ReplicaID] = Ranking(imbalance=imbalance, grafts=grafts)
         self._heard: dict[ReplicaID, Any] = {}  # the last that each has said
-        self._expected: dict[str, float] = {}  # seconds of prefill of requests that are on their way
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray Serve tells which replicas there are, and what they say of themselves."""
@@ -39,25 +40,26 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One rank for each replica, the best first."""
-        ask = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True
-        if not isinstance(ask, Ask) or ask.text is None:
-            return [_two_of(candidate_replicas)]
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if pending_request is None or not isinstance(request, FleetRequest) or request.text is None:
+            return self._by_load(candidate_replicas, pending_request)
+        started = time.perf_counter()
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         queues = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
-        ranked = self._ranking.rank(ask.text, queues)
+        ranked = self._ranking.rank(request.text, queues)
+        figures.FIGURES.routing.observe(time.perf_counter() - started)
         if not ranked.informed:
-            return [_two_of(candidate_replicas)]
-        self._expected[pending_request.metadata.internal_request_id] = ranked.prefill_s
+            return self._by_load(candidate_replicas, pending_request)
+        figures.FIGURES.routed.labels("text").inc()
+        figures.FIGURES.known.inc(ranked.known_tokens)
+        pending_request.routing_context.should_backoff = True  # before it is ranked again
         return [[by_id[name]] for name in ranked.servers]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """It is on its way, and will be known there."""
-        ask = pending_request.args[0] if pending_request.args else None
-        seconds = self._expected.pop(pending_request.metadata.internal_request_id, 0.0)
-        if isinstance(ask, Ask) and ask.text is not None:
-            self._ranking.sent(replica_id, ask.text, seconds)
+        request = pending_request.args[0] if pending_request.args else None
+        if isinstance(request, FleetRequest) and request.text is not None:
+            self._ranking.sent(replica_id, request.text)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Nothing is sent there any more."""
@@ -65,7 +67,11 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         self._heard.pop(replica_id, None)
         self._ranking.forget(replica_id)
 
-
-def _two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
-    """Ray asks both how much they have to do, and takes the one with less."""
-    return random.sample(replicas, min(2, len(replicas)))
+    def _by_load(
+        self, replicas: list[RunningReplica], pending_request: PendingRequest | None
+    ) -> list[list[RunningReplica]]:
+        """Ray asks both how much they have to do, and takes the one with less."""
+        figures.FIGURES.routed.labels("load").inc()
+        near = self.apply_locality_routing(pending_request)
+        found = [replica for replica in replicas if replica.replica_id in near]
+        return [random.sample(found, min(2, len(found)))]

@@ -43,6 +43,9 @@ METRICS = {
     "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
     "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),
     "kvgraft:index_entries": Metric(Gauge, "Virtual blocks in the index, live and stale."),
+    "kvgraft:cost_seconds": Metric(
+        Gauge, "Seconds of prefill as measured at the start, of one pass, token, pair and copy.", "of"
+    ),
     "kvgraft:documents": Metric(Gauge, "Documents in host memory, read on their own for prompts that keep a part."),
     "kvgraft:document_bytes": Metric(Gauge, "Host memory that these documents take."),
 }

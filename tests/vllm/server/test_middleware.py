@@ -15,7 +15,8 @@ from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.server.call import CURRENT
 from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.middleware import MAX_BODY, ServerMiddleware
+from kvgraft.vllm.server.body import MAX_BODY
+from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 

@@ -9,7 +9,7 @@ import pytest
 from openai import BadRequestError
 from running import ADMIN, ALICE, BOB, RunningServer
 
-from kvgraft.vllm.server.middleware import MAX_BODY
+from kvgraft.vllm.server.body import MAX_BODY
 from kvgraft.vllm.server.tenancy import Tenant
 
 BLOCK = 32  # tokens

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 
+from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
@@ -21,7 +23,7 @@ class Reporting:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._stats = Stats()
-        self._told: dict[tuple[str, str], int] = {}  # levels
+        self._told: dict[tuple[str, str], float] = {}  # levels
         self.documents = (0, 0)  # that the workers hold in host memory: bytes, how many
 
     def admitted(self, state: RequestState, candidate: Candidate | None) -> None:
@@ -100,9 +102,10 @@ class Reporting:
         self._told = levels
         return stats
 
-    def _levels(self, known: Planner) -> dict[tuple[str, str], int]:
+    def _levels(self, known: Planner) -> dict[tuple[str, str], float]:
         """What the gauges show now, by metric and label."""
         pool, (num_bytes, num_documents) = known.pool, self.documents
+        costs = {} if known.cost_model.costs == TOKENS else asdict(known.cost_model.costs)  # which is in no seconds
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
             ("kvgraft:pool_blocks", "free"): pool.num_free,
@@ -111,6 +114,7 @@ class Reporting:
             ("kvgraft:index_entries", ""): len(known.index),
             ("kvgraft:documents", ""): num_documents,
             ("kvgraft:document_bytes", ""): num_bytes,
+            **{("kvgraft:cost_seconds", name.removesuffix("_s")): seconds for name, seconds in costs.items()},
         }
 
     def _count(self, state: RequestState) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, PARAMS, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.vllm.server.body import Disconnected, read_body
 from kvgraft.vllm.server.call import CURRENT, Call
 from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused
@@ -19,7 +20,6 @@ from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 from kvgraft.vllm.settings import TOOLS
 
-MAX_BODY = 32 << 20  # bytes
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
 COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
@@ -50,12 +50,12 @@ class ServerMiddleware:
             if principal is None or scope["type"] == "websocket":
                 body = None
             else:
-                body = await _read_body(Headers(scope=scope), receive)
+                body = await read_body(Headers(scope=scope), receive)
                 self._check(body, principal)
         except Refused as refused:
             await _refuse(refused, scope, receive, send)
             return
-        except _Disconnected:
+        except Disconnected:
             return
         kinds = frozenset({TOOLS} if self._finds_tools and body is not None and _may_call_tools(body) else ())
         call = Call(principal, path, kinds=kinds) if principal is not None else None
@@ -128,10 +128,6 @@ def _may_call_tools(body: bytes) -> bool:
     return isinstance(found, dict) and bool(found.get("tools")) and found.get("tool_choice") != "none"
 
 
-class _Disconnected(Exception):
-    """The client left before its request was complete."""
-
-
 class _Replay:
     """Give the body that has been read, then whatever else comes."""
 
@@ -156,28 +152,6 @@ def _path(scope: Scope) -> str:
 def _has_route(scope: Scope) -> bool:
     """Whether the application answers this path, by whatever method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
-
-
-async def _read_body(headers: Headers, receive: Receive) -> bytes:
-    """The whole body, at most MAX_BODY bytes of it in memory.
-
-    Raises:
-        Refused: it is longer.
-    """
-    too_long = Refused(413, f"the body of a request may have at most {MAX_BODY >> 20} MiB")
-    announced = headers.get("Content-Length", "0")
-    if not announced.isdecimal() or int(announced) > MAX_BODY:
-        raise too_long
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY:
-            raise too_long
-        more = message.get("more_body", False)
-    return bytes(body)
 
 
 async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,0 +1,224 @@
+"""A fleet as an application of Ray Serve: from a command line, or from a configuration file of Ray."""
+
+import os
+import secrets
+import signal
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+
+from kvgraft.fleet.ingress import Ingress
+from kvgraft.fleet.ranking import IMBALANCE
+from kvgraft.fleet.replica import Replica
+from kvgraft.fleet.router import SegmentRouter
+from kvgraft.vllm.server.keys import Keys, check_exposure
+
+NAME = "kvgraft"
+IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
+OWN = ("--host", "--port", "--uds")  # flags that a fleet gives its servers
+
+
+class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet. The fields are the `args` of an application in a configuration file of Ray Serve, too.
+
+    Attributes:
+        model: directory or name; None: the bundled one.
+        arguments: any flags of `kvgraft serve`, the same for all servers.
+        replicas: how many servers.
+        autoscaling: instead, what Ray Serve calls `autoscaling_config`.
+        cpus, gpus: of one server, as Ray counts them.
+        ingresses: how many processes take requests.
+        imbalance: see `Ranking`; `grafts`: whether it counts where text is known that is no beginning.
+        sketch_s: seconds between two sketches of what a server holds.
+        drain_s: seconds that a server which is to end has for what it has in flight.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    model: str | None = None
+    arguments: list[str] = []
+    replicas: int = 2
+    autoscaling: dict[str, Any] | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    ingresses: int = 1
+    imbalance: float = IMBALANCE
+    grafts: bool = True
+    sketch_s: float = 2.0
+    drain_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "ingresses", "sketch_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+        for name in ("cpus", "gpus", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+        if not self.imbalance >= 1:
+            raise ValueError(f"imbalance is {self.imbalance}, must be at least 1")
+        if own := [flag for flag in self.arguments if flag.partition("=")[0] in OWN]:
+            raise ValueError(f"{own[0]}: a fleet sees itself to where its servers listen")
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of each server."""
+        return [*([self.model] if self.model is not None else []), *self.arguments]
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application, from the fields of `FleetOptions`: `import_path: kvgraft.fleet.application:build`.
+
+    Raises:
+        ValueError: unknown fields, or flags that cannot be served.
+    """
+    return application(msgspec.convert(dict(args), FleetOptions))
+
+
+def application(options: FleetOptions) -> Application:
+    """As `build`; the servers' flags are checked here, before any of them starts."""
+    served = _served(options)
+    routing: dict[str, Any] = {
+        "request_router_class": SegmentRouter,
+        "request_router_kwargs": {"imbalance": options.imbalance, "grafts": options.grafts},
+        "request_routing_stats_period_s": options.sketch_s,
+    }
+    replica = _deployment(Replica).options(
+        name="Replica",
+        max_ongoing_requests=IN_FLIGHT,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        graceful_shutdown_timeout_s=options.drain_s,
+        health_check_period_s=5,
+        request_router_config=RequestRouterConfig(**routing),
+        **_scaling(options),
+    )
+    ingress = _deployment(Ingress).options(
+        name="Ingress",
+        num_replicas=options.ingresses,
+        max_ongoing_requests=1 << 16,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.drain_s,
+    )
+    names = served.served_model_name or [served.model]
+    return ingress.bind(
+        replica.bind(options.command, _environment(options)), Keys.of(served), names, secrets.token_bytes(32)
+    )
+
+
+def run(arguments: Sequence[str]) -> None:
+    """`kvgraft fleet`: serve on this machine until it is told to stop, by SIGTERM or Ctrl-C, then finish what is in
+    flight. On a Ray cluster: start the fleet, or replace the one that runs there step by step, and leave it there.
+
+    Raises:
+        ValueError: what was given does not go together.
+    """
+    args, rest = _parser().parse_known_args(list(arguments))
+    options = _options(args, rest)
+    keys = Keys.of(_served(options))
+    check_exposure(
+        keys.api_keys, host=args.host, uds=None, single_tenant="--kvgraft-single-tenant" in options.arguments
+    )
+    app = application(options)
+    if args.address is None:
+        ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
+    else:
+        ray.init(address=args.address, namespace=NAME)
+    serve.start(http_options=HTTPOptions(host=args.host, port=args.port, location=ProxyLocation.HeadOnly))
+    stopped = threading.Event()
+    if args.address is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+    serve.run(app, name=NAME, route_prefix="/")
+    print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
+    if args.address is None:
+        stopped.wait()
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _deployment(kind: type) -> Deployment:
+    found: Deployment = serve.deployment(kind)  # type: ignore[assignment]  # it is typed as of a function
+    return found
+
+
+def _most(options: FleetOptions) -> int:
+    """Servers at once, without the one more that is there while they are replaced."""
+    return int((options.autoscaling or {}).get("max_replicas", options.replicas))
+
+
+def _scaling(options: FleetOptions) -> dict[str, Any]:
+    if options.autoscaling is None:
+        return {"num_replicas": options.replicas}
+    return {"autoscaling_config": AutoscalingConfig(**options.autoscaling)}
+
+
+def _served(options: FleetOptions) -> Namespace:
+    """What the flags of a server say; ValueError if it would not start with them."""
+    from kvgraft.vllm.server.arguments import parse
+
+    return parse(options.command)
+
+
+def _environment(options: FleetOptions) -> dict[str, str]:
+    """What its servers get beside ours: on CPUs, several of them must not bind to the same cores."""
+    if options.gpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, int(options.cpus)))}
+
+
+def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
+    has_model = bool(rest) and not rest[0].startswith("-")
+    given = {name: value for name, value in vars(args).items() if name not in ("host", "port", "address")}
+    if given["autoscaling"] is not None:
+        given["autoscaling"] = msgspec.json.decode(given["autoscaling"], type=dict[str, Any])
+    return FleetOptions(model=rest[0] if has_model else None, arguments=list(rest[has_model:]), **given)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="kvgraft fleet",
+        usage="kvgraft fleet [MODEL] [--replicas N] [options] [any flag of kvgraft serve]",
+        description="Several servers behind one address; each prompt goes to where most of its text is known.",
+        allow_abbrev=False,
+    )
+    defaults = FleetOptions()
+    parser.add_argument("--replicas", type=int, default=defaults.replicas, help="Servers (default: %(default)s).")
+    parser.add_argument(
+        "--autoscaling",
+        metavar="JSON",
+        help='Instead: the autoscaling_config of Ray Serve, {"max_replicas": 8, ...}.',
+    )
+    parser.add_argument("--cpus", type=float, default=defaults.cpus, help="Of one server (default: %(default)s).")
+    parser.add_argument("--gpus", type=float, default=defaults.gpus, help="Of one server (default: %(default)s).")
+    parser.add_argument("--host", default="127.0.0.1", help="Where the fleet listens (default: %(default)s).")
+    parser.add_argument("--port", type=int, default=8000, help="And its port (default: %(default)s).")
+    parser.add_argument("--address", help="Of a Ray cluster; by default one is started on this machine.")
+    parser.add_argument(
+        "--ingresses", type=int, default=defaults.ingresses, help="Processes that take requests (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=defaults.imbalance,
+        help="Requests that a server may have in flight, as a multiple of the mean (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--no-grafts", dest="grafts", action="store_false", help="Count beginnings of prompts only, for comparisons."
+    )
+    parser.add_argument(
+        "--sketch-s", type=float, default=defaults.sketch_s, help="Seconds between sketches (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=defaults.drain_s,
+        help="Seconds that a server has to end (default: %(default)s)",
+    )
+    return parser

@@ -1,0 +1,71 @@
+"""Metrics of a fleet: those of its router, and those of all servers side by side."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
+
+
+class Figures:
+    """What one ingress has done."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.routed = Counter(
+            "kvgraft_fleet:routed", "Requests by what they were routed by: text, load.", ["by"], registry=self.registry
+        )
+        self.routing = Histogram(
+            "kvgraft_fleet:routing_seconds", "Time to rank the servers.", buckets=SECONDS, registry=self.registry
+        )
+        self.known = Counter(
+            "kvgraft_fleet:known_tokens", "Prompt tokens expected to be there.", registry=self.registry
+        )
+        self.failed = Counter(
+            "kvgraft_fleet:failed",
+            "Requests whose server failed: at attempt 1 (it was tried again), 2, or within a stream.",
+            ["at"],
+            registry=self.registry,
+        )
+
+
+FIGURES = Figures()  # of this process
+
+
+def shown(name: str) -> bytes:
+    """Our own, as of the ingress with this name."""
+    return _text(_with_label(FIGURES.registry.collect(), "ingress", name))
+
+
+def labelled(texts: Iterable[tuple[str, str]]) -> bytes:
+    """The metrics of servers, by their names, as one text: each sample says which replica's it is."""
+    families: dict[str, Metric] = {}
+    for name, text in texts:
+        for family in _with_label(text_string_to_metric_families(text), "replica", name):
+            families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            ).samples += family.samples
+    return _text(families.values())
+
+
+def _with_label(families: Iterable[Metric], label: str, value: str) -> Iterable[Metric]:
+    for family in families:
+        found = Metric(family.name, family.documentation, family.type)
+        found.samples = [sample._replace(labels={**sample.labels, label: value}) for sample in family.samples]
+        yield found
+
+
+class _Collected:
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _text(families: Iterable[Metric]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(list(families)))
+    return generate_latest(registry)

@@ -1,0 +1,165 @@
+"""The one endpoint of a fleet: who asks, by which text a request is routed, and what is tried again."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve import get_replica_context
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvgraft.fleet.figures import FIGURES, labelled, shown
+from kvgraft.fleet.requests import FleetRequest, Head, decoded, scope_of, texts_of
+from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.vllm.options import KEY, PARAMS
+from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.vllm.server.body import Disconnected, read_body
+from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
+
+STATUS = "/v1/kvgraft/fleet"
+OF_ALL = ("/v1/kvgraft/segments", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
+logger = logging.getLogger("ray.serve")
+
+
+class Ingress:
+    """Takes the requests of all clients and passes them on to replicas.
+
+    A request is tried a second time if its replica fails before anything of the answer was sent on; what fails later
+    ends with an error, in a stream as an event.
+
+    Args:
+        replicas: handle of the deployment of `Replica`.
+        keys: API keys and admin key, as those of the servers.
+        names: under which the model is served; a request with another one is for an adapter.
+        secret: at most 64 bytes that all replicas of this deployment share, of which fingerprints are made.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, keys: Keys, names: Sequence[str], secret: bytes) -> None:
+        self._replicas = replicas
+        self._streams = replicas.options(stream=True)
+        self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
+
+    async def __call__(self, request: Request) -> Response:
+        """One request."""
+        try:
+            principal = self._authenticate(request)
+            body = await read_body(request.headers, request.receive)
+        except Refused as refused:
+            return refused.response
+        except Disconnected:
+            return Response(status_code=499)
+        path = request.url.path
+        if path in ("/metrics", "/metrics/"):
+            return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
+        if path == STATUS:
+            return await self._status(principal)
+        text = self._text_of(principal, body) if principal is not None and request.method == "POST" else None
+        target = path + (f"?{request.url.query}" if request.url.query else "")
+        passed_on = FleetRequest(request.method, target, tuple(request.headers.items()), body, text)
+        if path.startswith(OF_ALL) and request.method != "GET":
+            return await self._ask_all(passed_on)
+        return await self._ask_one(passed_on)
+
+    def _authenticate(self, request: Request) -> Principal | None:
+        """Who asks; None where that does not matter. What a key allows its server decides."""
+        path = request.url.path
+        if access(path) is Access.OPEN:
+            return None
+        shown = shown_key(request.headers.get("Authorization"), basic=path in PAGE_ROUTES)
+        if (principal := self._keyring.principal(shown)) is None:
+            challenge = 'Basic realm="kvgraft", charset="UTF-8"' if path == PAGE else "Bearer"
+            raise Refused(401, "no valid API key in the Authorization header", challenge=challenge)
+        return principal
+
+    def _text_of(self, principal: Principal, body: bytes) -> Fingerprints | None:
+        """By which a request is routed; None if it has no text."""
+        request = decoded(body)
+        if not (texts := texts_of(request)):
+            return None
+        params = request.get(PARAMS)
+        options = params.get(KEY) if isinstance(params, dict) else None
+        namespace = options.get("namespace", "") if isinstance(options, dict) else ""
+        model = request.get("model")
+        narrowed = (namespace, request.get("cache_salt") or "", "" if model in self._names else model)
+        parts = [str(part).encode(errors="replace") for part in narrowed]
+        scope = scope_of(self._secret, principal.tenant.identity, *parts)
+        return Fingerprints.joined(Fingerprints.of(text.encode(errors="replace"), scope) for text in texts)
+
+    async def _ask_one(self, request: FleetRequest) -> Response:
+        for attempt in (1, 2):
+            answer: Any = self._streams.remote(request)
+            try:
+                head = await anext(answer)
+                first = await anext(answer, b"")
+                if not head.is_stream:
+                    return _response(head, first + b"".join([part async for part in answer]))
+                return StreamingResponse(_rest(first, answer), head.status, dict(head.headers))
+            except (*FAILED, RayTaskError) as error:
+                if not isinstance(error, FAILED) and not isinstance(getattr(error, "cause", None), FAILED):
+                    raise
+                logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
+                FIGURES.failed.labels(attempt).inc()
+            except asyncio.CancelledError:
+                answer.cancel()
+                raise
+        return Refused(503, "two replicas have failed before they answered").response
+
+    async def _ask_all(self, request: FleetRequest) -> Response:
+        """What changes the state of a server is asked of each that there is; the first refusal, or the first answer."""
+        answers = await self._of_all("once", request)
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+            return Refused(503, f"{len(failed)} of {len(answers)} replicas have failed: ask again").response
+        return _response(*next((answer for answer in answers if answer[0].status >= 400), answers[0]))
+
+    async def _of_all(self, method: str, *args: Any) -> list[Any]:
+        """What all replicas answer, or an exception."""
+        try:
+            return await self._replicas.broadcast(method, *args).results_async(return_exceptions=True)
+        except DeploymentUnavailableError as error:
+            return [error]
+
+    async def _told(self, method: str) -> list[Any]:
+        """What replicas say of themselves; without those that fail."""
+        return [answer for answer in await self._of_all(method) if not isinstance(answer, BaseException)]
+
+    async def _metrics(self) -> bytes:
+        own = shown(get_replica_context().replica_id.unique_id)
+        return own + labelled(await self._told("metrics"))
+
+    async def _status(self, principal: Principal | None) -> Response:
+        if principal is None or not (principal.is_admin or self._keyring.has_one_tenant):
+            return Refused(403, "this needs the admin key").response
+        return JSONResponse({"replicas": sorted(await self._told("describe"), key=lambda told: str(told["name"]))})
+
+
+def _response(head: Head, body: bytes) -> Response:
+    response = Response(body, head.status)
+    for name, value in head.headers:
+        response.headers.append(name, value)
+    return response
+
+
+async def _rest(first: bytes, answer: Any) -> AsyncGenerator[bytes]:
+    """A stream as it comes. If the client leaves, so does the request; if the replica fails, the client is told."""
+    try:
+        yield first
+        async for chunk in answer:
+            yield chunk
+    except (*FAILED, RayTaskError) as error:
+        logger.warning("a replica failed within a stream: %s", type(error).__name__)
+        FIGURES.failed.labels("stream").inc()
+        told = {"error": {"message": "the server of this request has failed", "type": "server_error", "code": 503}}
+        yield b"data: " + msgspec.json.encode(told) + b"\n\n"
+    finally:
+        with suppress(Exception):
+            answer.cancel()
