@@ -43,8 +43,7 @@ def expect(
     """
     num_tokens = text.num_bytes / bytes_per_token
     ends = np.append(0, text.places)
-    last = (known & begun).shape[1] - np.argmax((known & begun)[:, ::-1], axis=1)
-    last[~(known & begun).any(axis=1)] = 0  # of no fingerprint
+    last = ((known & begun) * np.arange(1, len(ends))).max(axis=1, initial=0)  # how many fingerprints the beginning has
     prefix = ends[last] / bytes_per_token
     behind = np.arange(known.shape[1]) >= last[:, None]
     grafted = text.known_bytes(known & behind) / bytes_per_token

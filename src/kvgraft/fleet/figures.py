@@ -15,7 +15,10 @@ class Figures:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.routed = Counter(
-            "kvgraft_fleet:routed", "Requests by what they were routed by: text, load.", ["by"], registry=self.registry
+            "kvgraft_fleet:routed",
+            "Requests by what they were routed by: text, load, error (by load, too).",
+            ["by"],
+            registry=self.registry,
         )
         self.routing = Histogram(
             "kvgraft_fleet:routing_seconds", "Time to rank the servers.", buckets=SECONDS, registry=self.registry

@@ -24,6 +24,7 @@ HOP_BY_HOP = frozenset(
     {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
     | {"te", "transfer-encoding", "upgrade"}
 )
+LEFT_OUT = HOP_BY_HOP | {"date", "server"}  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
 METRICS_S = 5.0  # between two looks at the metrics of the server
@@ -132,7 +133,7 @@ class Replica:
         async with self._http().request(
             request.method, url, headers=headers, data=request.body, allow_redirects=False
         ) as answer:
-            kept = tuple((name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP)
+            kept = tuple((name, value) for name, value in answer.headers.items() if name.lower() not in LEFT_OUT)
             yield Head(answer.status, kept)
             async for chunk in answer.content.iter_any():
                 yield chunk

@@ -1,5 +1,6 @@
 """A request router of Ray Serve: a prompt goes to the replica from which its first token is expected soonest."""
 
+import logging
 import random
 import time
 from typing import Any
@@ -9,6 +10,8 @@ from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, R
 from kvgraft.fleet import figures  # not what is in it: Ray copies this class, with all that it names
 from kvgraft.fleet.ranking import IMBALANCE, Ranking, Report
 from kvgraft.fleet.requests import FleetRequest
+
+logger = logging.getLogger("ray.serve")
 
 
 class SegmentRouter(LocalityMixin, RequestRouter):
@@ -46,7 +49,11 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         started = time.perf_counter()
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         queues = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
-        ranked = self._ranking.rank(request.text, queues)
+        try:
+            ranked = self._ranking.rank(request.text, queues)
+        except Exception:  # Ray would let the request wait forever
+            logger.exception("a request is routed by load")
+            return self._by_load(candidate_replicas, pending_request, "error")
         figures.FIGURES.routing.observe(time.perf_counter() - started)
         if not ranked.informed:
             return self._by_load(candidate_replicas, pending_request)
@@ -68,10 +75,10 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         self._ranking.forget(replica_id)
 
     def _by_load(
-        self, replicas: list[RunningReplica], pending_request: PendingRequest | None
+        self, replicas: list[RunningReplica], pending_request: PendingRequest | None, reason: str = "load"
     ) -> list[list[RunningReplica]]:
         """Ray asks both how much they have to do, and takes the one with less."""
-        figures.FIGURES.routed.labels("load").inc()
+        figures.FIGURES.routed.labels(reason).inc()
         near = self.apply_locality_routing(pending_request)
         found = [replica for replica in replicas if replica.replica_id in near]
         return [random.sample(found, min(2, len(found)))]
