@@ -11,7 +11,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 STARTERS = {  # what starts an engine or a server, by module and name; of `warm`, everything
-    "engines.start_engine", "hosts.Host", "processes.HostProcess", "running.running", "servers.start", "warm",
+    "engines.start_engine", "fleets.running_fleet", "hosts.Host", "processes.HostProcess", "running.running",
+    "servers.start", "warm",
     "kvgraft.evaluate.servers.serving", "kvgraft.evaluate.serving.run_serving_demo",
 }  # fmt: skip
 SHARED = {

@@ -139,6 +139,7 @@ def run(arguments: Sequence[str]) -> None:
     print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
     if args.address is None:
         stopped.wait()
+        serve.delete(NAME)  # which lets what is in flight end
         serve.shutdown()
         ray.shutdown()
 

@@ -1,0 +1,180 @@
+"""Two servers behind one address, as users start them: `kvgraft fleet` on the bundled model."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fleets import ADMIN, ALICE, BOB, Asked, Corpus, RunningFleet, ask, running_fleet
+
+pytestmark = pytest.mark.slow
+SKETCH_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    arguments = ["--replicas", "2", "--sketch-s", str(SKETCH_S), "--kvgraft-store-dir", str(folder / "store")]
+    with running_fleet(arguments, folder / "log", {}) as started:
+        started.wait_for(2)
+        yield started
+
+
+def by_replica(fleet: RunningFleet, kind: str) -> dict[str, float]:
+    """Tokens of a kind by server."""
+    return {labels["replica"]: value for labels, value in fleet.samples("kvgraft:tokens_total", kind=kind)}
+
+
+def test_a_prompt_goes_to_where_its_text_is(fleet: RunningFleet):
+    corpus = Corpus(0, 8)
+    with fleet.http() as client:
+        first = [ask(client, corpus.prompt(number)) for number in range(8)]
+        read = by_replica(fleet, "fresh")
+        time.sleep(4 * SKETCH_S)
+        second = [ask(client, corpus.prompt(number, turned=True, question=1)) for number in range(8)]
+    assert len(read) == 2
+    assert min(read.values()) > 0.2 * sum(read.values())  # both had their share
+    assert [answer.status for answer in first + second] == [200] * 16
+    assert all(answer.text == answer.right for answer in first)
+    assert all(answer.report["grafted_tokens"] > 400 for answer in second)
+    assert sum(answer.text == answer.right for answer in second) >= 7  # grafts are approximate
+
+
+def test_text_is_known_before_its_server_says_so(fleet: RunningFleet):
+    corpus = Corpus(1, 6)
+    with fleet.http() as client:
+        for number in range(6):
+            assert not ask(client, corpus.prompt(number)).reused
+            assert ask(client, corpus.prompt(number)).report["prefix_tokens"] > 400
+
+
+def test_tenants_share_nothing(fleet: RunningFleet):
+    corpus = Corpus(2, 4)
+    with fleet.http(ALICE) as alice, fleet.http(BOB) as bob:
+        for number in range(4):
+            ask(alice, corpus.prompt(number))
+        time.sleep(4 * SKETCH_S)
+        assert not any(ask(bob, corpus.prompt(number)).reused for number in range(4))
+        namespace = {"kv_transfer_params": {"kvgraft": {"namespace": "other"}}}
+        assert not any(ask(alice, corpus.prompt(number), **namespace).reused for number in range(4))
+        assert all(ask(alice, corpus.prompt(number)).reused > 400 for number in range(4))
+
+
+def test_who_may_ask(fleet: RunningFleet):
+    with fleet.http(None) as nobody, fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
+        assert nobody.get("/health").status_code == 200
+        assert nobody.post("/v1/completions", json={"prompt": "the"}).status_code == 401
+        assert nobody.get("/v1/kvgraft/fleet").status_code == 401
+        assert alice.get("/v1/kvgraft/fleet").status_code == 403
+        assert len(admin.get("/v1/kvgraft/fleet").json()["replicas"]) == 2
+        assert alice.get("/v1/models").json()["data"][0]["id"] == "bundled"
+        assert alice.post("/v1/kvgraft/segments", json={"name": "a", "text": "the"}).status_code == 403
+
+
+def test_what_servers_refuse_the_client_is_told(fleet: RunningFleet):
+    with fleet.http() as client:
+        assert client.post("/v1/completions", json={"model": "other", "prompt": "the"}).status_code == 404
+        assert client.post("/v1/completions", content=b"{").status_code == 400
+        assert client.post("/v1/completions", json={"model": "bundled", "prompt": ""}).status_code in (200, 400)
+        assert client.get("/nothing").status_code == 404
+        assert client.post("/v1/completions", content=bytes((32 << 20) + 1)).status_code == 413
+        too_long = ask(client, ("the " * 40_000, ""))
+        assert too_long.status == 400
+        assert "maximum context length" in too_long.text
+        assert ask(client, Corpus(3, 1).prompt(0)).status == 200
+
+
+def test_streams_come_as_they_are_written(fleet: RunningFleet):
+    prompt, _ = Corpus(4, 1).prompt(0)
+    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+        times = [(time.monotonic(), chunk) for chunk in stream.iter_text()]
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert "".join(chunk for _, chunk in times).endswith("data: [DONE]\n\n")
+    assert len(times) > 5
+    assert times[-1][0] > times[0][0]
+
+
+def test_who_leaves_is_computed_no_longer(fleet: RunningFleet):
+    prompt, _ = Corpus(5, 1).prompt(0)
+    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+        next(stream.iter_text())
+        assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 1)
+    assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 0)
+    assert fleet.total("vllm:generation_tokens_total") < 2500
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return happened()
+
+
+def test_a_frozen_text_is_frozen_everywhere(fleet: RunningFleet):
+    text, _ = Corpus(6, 1).prompt(0)
+    with fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
+        tenant = alice.get("/v1/kvgraft/status").json()["view"]["tenant"]
+        frozen = admin.post("/v1/kvgraft/segments", json={"name": "law", "text": text, "tenant": tenant})
+        assert frozen.status_code < 300, frozen.text
+        assert [value for _, value in fleet.samples("kvgraft:frozen_segments")] == [1, 1]
+        deleted = admin.delete(f"/v1/kvgraft/segments/law?tenant={tenant}")
+        assert deleted.status_code < 300, deleted.text
+        ask(alice, ("the", ""))
+        assert [value for _, value in fleet.samples("kvgraft:frozen_segments")] == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["server_pid", "pid"])
+def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, what: str):
+    corpus = Corpus(7 + len(what), 12)
+    with fleet.http() as client:
+        for number in range(12):
+            assert ask(client, corpus.prompt(number)).status == 200
+    time.sleep(2.0)  # for the store
+    before = fleet.wait_for(2)
+    failed_before = fleet.total("kvgraft_fleet:failed_total", at="2")
+
+    def send(number: int) -> Asked:
+        with fleet.http() as own:
+            return ask(own, corpus.prompt(number % 12, question=number // 12))
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(send, number) for number in range(60)]
+        time.sleep(0.3)
+        os.kill(before[0][what], signal.SIGKILL)
+        found = [answer.result() for answer in answers]
+    assert [answer.status for answer in found] == [200] * 60  # what had sent nothing on was tried again
+    assert fleet.total("kvgraft_fleet:failed_total", at="2") == failed_before
+    assert sum(answer.text == answer.right for answer in found) >= 58
+    assert all(answer.reused for answer in found)  # what the dead one knew lies in the store
+
+    after = fleet.wait_for(2, but=[before[0]["name"]])
+    assert {replica["name"] for replica in after} > {before[1]["name"]}
+    assert not is_alive(before[0]["server_pid"])
+    assert not is_alive(before[0]["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_fleet_ends_what_it_has_begun(fleet: RunningFleet):
+    prompt, _ = Corpus(20, 1).prompt(0)
+    pids = [replica[what] for replica in fleet.replicas() for what in ("pid", "server_pid")]
+    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+        texts = stream.iter_text()
+        begun = next(texts)
+        fleet.process.send_signal(signal.SIGTERM)
+        whole = begun + "".join(texts)
+    assert whole.endswith("data: [DONE]\n\n")
+    assert whole.count('"text"') == 200
+    assert fleet.process.wait(90) == 0
+    assert not any(map(is_alive, pids))
