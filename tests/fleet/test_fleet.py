@@ -102,7 +102,9 @@ def test_who_leaves_is_computed_no_longer(fleet: RunningFleet):
     prompt, _ = Corpus(5, 1).prompt(0)
     sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
-        next(stream.iter_text())
+        texts = stream.iter_text()  # which ends the request when it is gone
+        begun = next(texts)
+        assert stream.status_code == 200, begun
         assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 1)
     assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 0)
     assert fleet.total("vllm:generation_tokens_total") < 2500
