@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from processes import HostProcess
 from torch import nn
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -21,12 +22,27 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import WORKER_CLASS, support, transfer_config
+from kvgraft.vllm.compat import CONNECTOR, FLOW, WORKER_CLASS, support, transfer_config
 from kvgraft.vllm.compat.model import ModelHost
-from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, vllm_version
+from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_connector, check_supported, vllm_version
 from models import make_head_map, make_model
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 6
+OURS = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # as one would write it
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26},
+}
+BESIDE = {  # another connector, alone or with ours: what vLLM is told, and what it then has
+    "ours first": ({"kv_transfer_config": [OURS, OFFLOADING]}, "KV connector 'MultiConnector'"),
+    "ours last": ({"kv_transfer_config": [OFFLOADING, OURS]}, "KV connector 'MultiConnector'"),
+    "other": ({"kv_transfer_config": OFFLOADING}, "KV connector 'OffloadingConnector'"),
+    "offloading": (
+        {"kv_transfer_config": OURS, "kv_offloading_size": 1},
+        "KV connector 'OffloadingConnector' (--kv-offloading-size puts it",
+    ),
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -409,3 +425,37 @@ def test_runs_attend_as_pseudo_sequences(
         expected = causal(mine, keys, values, first)
         torch.testing.assert_close(found[row : row + stop - first].float(), expected, rtol=tolerance, atol=tolerance)
         row += stop - first
+
+
+def beside(name: str) -> tuple[dict[str, Any], str]:
+    """Arguments of vLLM, and the reason for which they are refused."""
+    changes, reason = BESIDE[name]
+    given = changes["kv_transfer_config"]
+    if isinstance(given, list):
+        children = {"connectors": given}
+        given = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": children}
+    return {**changes, "kv_transfer_config": given}, reason
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("flow", [{}, {FLOW: "quest"}], ids=["dense", "flow"])
+def test_our_connector_is_the_only_one(name: str, flow: dict[str, str]):
+    changes, reason = beside(name)
+    changes["kv_transfer_config"] = KVTransferConfig(**changes["kv_transfer_config"])
+    with pytest.raises(UnsupportedConfiguration, match=f"^KVGraft cannot run with {re.escape(reason)}"):
+        check_connector(configure(**changes, additional_config=flow))
+    check_connector(configure(kv_transfer_config=KVTransferConfig(**OURS), additional_config=flow))
+    check_connector(configure(kv_transfer_config=None, additional_config=flow))
+
+
+@pytest.mark.parametrize("name", ["ours first", "offloading"])
+def test_an_engine_with_another_connector_does_not_start(name: str, tmp_path: Path):
+    changes, reason = beside(name)
+    log = tmp_path / "log"
+    engine = HostProcess(MODEL_DIR, log, with_kvgraft=False, worker_cls=WORKER_CLASS, **changes)
+    try:
+        with pytest.raises(RuntimeError, match="has died"):
+            engine.tokens([1, 2, 3])
+    finally:
+        engine.close()
+    assert f"UnsupportedConfiguration: KVGraft cannot run with {reason}" in log.read_text()

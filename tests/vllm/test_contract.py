@@ -77,6 +77,7 @@ HANDED = {
     ("compat/support.py", "_model_reasons", "speculation"): SPECULATIVE,
     ("compat/support.py", "_parallel_reasons", "parallel"): PARALLEL,
     ("compat/support.py", "_cache_reasons", "transfer"): TRANSFER,
+    ("compat/support.py", "check_connector", "transfer"): TRANSFER,
     ("compat/support.py", "_cache_reasons", "kv_cache"): "vllm.v1.kv_cache_interface:KVCacheConfig",
     ("compat/support.py", "_cache_reasons", "group"): "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
     ("compat/support.py", "_draft_reasons", "speculation"): SPECULATIVE,

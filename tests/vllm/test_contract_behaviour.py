@@ -4,6 +4,7 @@ Each failure says what of ours depends on the fact. Names and signatures are in 
 """
 
 import importlib
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class Driver:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.recorder: Recorder = self.scheduler.connector
+        self.recorder: Recorder = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])[0]
         self.pool = self.scheduler.kv_cache_manager.block_pool
         if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process may have its own
             kv_cache_utils.init_none_hash(sha256)
@@ -358,6 +359,32 @@ def test_a_nonce_hides_blocks_and_all_that_follows_them(driver: Driver):
     driver.recorder.take()
     driver.run("same", PROMPT)
     assert ("match", 0) in driver.recorder.take(), "SchedulerSide._hide keeps approximate blocks from exact lookups"
+
+
+def test_offloading_beside_us_would_keep_grafts_under_the_hashes_of_the_prompt(config: VllmConfig, cache_config: Any):
+    beside = copy(config)
+    offloading = {"cpu_bytes_to_use": 1 << 26, "block_size": BLOCK}
+    children = [
+        {"kv_connector": "Recorder", "kv_connector_module_path": __name__, "kv_role": "kv_both"},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": offloading},
+    ]
+    beside.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": children},
+    )
+    driver = Driver(beside, cache_config)
+    prompt = Request("x", PROMPT, SamplingParams(max_tokens=1), None, block_hasher=driver.hasher)
+    request = driver.load()
+    driver.step(finished_recving={"r"})
+    driver.step()
+    assert request.block_hashes == [NONCE] * 3
+    jobs = driver.scheduler.connector.sub_connectors[1].connector_scheduler._jobs.values()
+    kept = {bytes(key) for job in jobs for key in job.keys}
+    assert all(any(own in key for key in kept) for own in prompt.block_hashes), (
+        "check_connector refuses other connectors, as there approximate KV would come back as exact"
+    )
 
 
 def test_the_salt_is_part_of_every_hash(driver: Driver):

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
 from kvgraft.vllm.compat.given_answers import add_given_answers
 from kvgraft.vllm.compat.head_maps import find_head_map
+from kvgraft.vllm.compat.support import check_connector
 from kvgraft.vllm.connector import KVGraftConnector
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import check_installed, install
@@ -24,6 +25,7 @@ class KVGraftWorker(PlatformWorker):
     """Start vLLM with `--worker-cls kvgraft.vllm.worker.KVGraftWorker`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        check_connector(self.vllm_config)
         install(self.vllm_config)
         super().load_model(*args, **kwargs)
         check_installed(self.vllm_config, self.model_runner.get_model())

@@ -167,6 +167,15 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         ),
         (
             [
+                "--kv-transfer-config",
+                '{"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": '
+                f'[{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}]}}}}',
+            ],
+            "names 'MultiConnector': one connector at a time",
+        ),
+        (["--kv-offloading-size", "1"], "--kv-offloading-size: it puts another connector in the place of ours"),
+        (
+            [
                 "--kvgraft-policy",
                 "naive",
                 "--kv-transfer-config",

@@ -76,6 +76,25 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
 
 
+def check_connector(config: VllmConfig) -> None:
+    """Raise UnsupportedConfiguration if vLLM was given another connector, which may have ours inside (MultiConnector).
+
+    vLLM's OffloadingConnector takes the block hashes of a prompt before it is grafted, and would keep grafted blocks
+    under them. And while another connector loads, a request seems to have computed what it waits for (vLLM sets its
+    `num_computed_tokens` beforehand), so that others would graft from blocks that hold nothing yet.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == CONNECTOR:
+        return
+    named = f"KV connector {transfer.kv_connector!r}"
+    if config.cache_config.kv_offloading_size is not None:
+        named += " (--kv-offloading-size puts it in the place of any other)"
+    raise UnsupportedConfiguration(
+        f"KVGraft cannot run with {named}: {CONNECTOR} must be the only one, as others would keep KV that is "
+        "approximate, and give it out, as what its tokens say"
+    )
+
+
 def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
     """The map of a model whose local heads vLLM shall keep as sinks and windows.
 

@@ -228,7 +228,9 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     """What was asked for and cannot be had together with reuse."""
     config = args.kv_transfer_config
     if config is not None and config.kv_connector != CONNECTOR:
-        yield f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time"
+        yield f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time, as others keep grafts"
+    if args.kv_offloading_size is not None:
+        yield "--kv-offloading-size: it puts another connector in the place of ours; use --kvgraft-store-ram-gib"
     if config is not None and _settings(args):
         yield "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not in both"
     if args.enable_prefix_caching is False:
