@@ -267,8 +267,14 @@ def test_a_server_listens_where_its_pod_says_and_its_flags_exist():
 
 
 def test_ray_serve_takes_the_fleet_and_its_flags_exist():
-    ServeDeploySchema.model_validate(SERVE_CONFIG)
+    found = ServeDeploySchema.model_validate(SERVE_CONFIG)
     [application] = SERVE_CONFIG["applications"]
+    for given, taken in (
+        (SERVE_CONFIG, found),
+        (SERVE_CONFIG["http_options"], found.http_options),
+        (application, found.applications[0]),
+    ):
+        assert given.keys() == taken.model_fields_set, "Ray drops what it does not know"
     assert application["import_path"] == "kvgraft.fleet.application:build"
     args = _make_parser().parse_args(FLEET.command)
     assert args.kvgraft_store_shared == _make_parser().parse_args(arguments_of_server()).kvgraft_store_shared
