@@ -26,8 +26,8 @@ app.add_typer(fleet_app)
     RUN, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def run_fleet(context: typer.Context) -> None:
-    """Servers behind one address, as an application of Ray Serve: `kvgraft fleet MODEL --replicas N [any flag of
-    `kvgraft serve`]`, see `kvgraft fleet run --help`."""
+    """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet run --help` has its
+    options, which go with any flag of `kvgraft serve`."""
     from kvgraft.fleet.application import run
 
     run(context.args)

@@ -6,6 +6,7 @@ import signal
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, Requ
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
 from kvgraft.fleet.replica import Replica
-from kvgraft.fleet.router import SegmentRouter
+from kvgraft.fleet.router import ROUTINGS, SegmentRouter
 from kvgraft.vllm.server.keys import Keys, check_exposure
 
 NAME = "kvgraft"
@@ -35,7 +36,8 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         autoscaling: instead, what Ray Serve calls `autoscaling_config`.
         cpus, gpus: of one server, as Ray counts them.
         ingresses: how many processes take requests.
-        imbalance: see `Ranking`; `grafts`: whether it counts where text is known that is no beginning.
+        routing: one of `ROUTINGS`; all but the first for comparisons.
+        imbalance: see `Ranking`.
         sketch_s: seconds between two sketches of what a server holds.
         drain_s: seconds that a server which is to end has for what it has in flight.
 
@@ -51,7 +53,7 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: float = 0.0
     ingresses: int = 1
     imbalance: float = IMBALANCE
-    grafts: bool = True
+    routing: str = ROUTINGS[0]
     sketch_s: float = 2.0
     drain_s: float = 60.0
 
@@ -62,6 +64,8 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cpus", "gpus", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing is {self.routing!r}, must be one of {', '.join(ROUTINGS)}")
         if not self.imbalance >= 1:
             raise ValueError(f"imbalance is {self.imbalance}, must be at least 1")
         if own := [flag for flag in self.arguments if flag.partition("=")[0] in OWN]:
@@ -87,7 +91,7 @@ def application(options: FleetOptions) -> Application:
     served = _served(options)
     routing: dict[str, Any] = {
         "request_router_class": SegmentRouter,
-        "request_router_kwargs": {"imbalance": options.imbalance, "grafts": options.grafts},
+        "request_router_kwargs": {"imbalance": options.imbalance, "routing": options.routing},
         "request_routing_stats_period_s": options.sketch_s,
     }
     replica = _deployment(Replica).options(
@@ -117,7 +121,7 @@ def run(arguments: Sequence[str]) -> None:
     flight. On a Ray cluster: start the fleet, or replace the one that runs there step by step, and leave it there.
 
     Raises:
-        ValueError: what was given does not go together.
+        ValueError: what was given does not go together, or no server has started.
     """
     args, rest = _parser().parse_known_args(list(arguments))
     options = _options(args, rest)
@@ -125,6 +129,13 @@ def run(arguments: Sequence[str]) -> None:
     check_exposure(
         keys.api_keys, host=args.host, uds=None, single_tenant="--kvgraft-single-tenant" in options.arguments
     )
+    if (
+        args.address is None
+        and options.model is not None
+        and options.model[0] in "./"
+        and not Path(options.model).exists()
+    ):
+        raise ValueError(f"there is no model {options.model}")
     app = application(options)
     if args.address is None:
         ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
@@ -135,7 +146,10 @@ def run(arguments: Sequence[str]) -> None:
     if args.address is None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
-    serve.run(app, name=NAME, route_prefix="/")
+    try:
+        serve.run(app, name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise ValueError(f"the fleet has not started, see what its servers say: {error}") from error
     print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
     if args.address is None:
         stopped.wait()
@@ -157,7 +171,10 @@ def _most(options: FleetOptions) -> int:
 def _scaling(options: FleetOptions) -> dict[str, Any]:
     if options.autoscaling is None:
         return {"num_replicas": options.replicas}
-    return {"autoscaling_config": AutoscalingConfig(**options.autoscaling)}
+    try:
+        return {"autoscaling_config": AutoscalingConfig(**options.autoscaling)}
+    except ValueError as error:
+        raise ValueError(f"autoscaling {options.autoscaling}: {error}") from error
 
 
 def _served(options: FleetOptions) -> Namespace:
@@ -177,8 +194,11 @@ def _environment(options: FleetOptions) -> dict[str, str]:
 def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
     has_model = bool(rest) and not rest[0].startswith("-")
     given = {name: value for name, value in vars(args).items() if name not in ("host", "port", "address")}
-    if given["autoscaling"] is not None:
-        given["autoscaling"] = msgspec.json.decode(given["autoscaling"], type=dict[str, Any])
+    if (scaling := given["autoscaling"]) is not None:
+        try:
+            given["autoscaling"] = msgspec.json.decode(scaling, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"--autoscaling {scaling!r} is no JSON object: {error}") from error
     return FleetOptions(model=rest[0] if has_model else None, arguments=list(rest[has_model:]), **given)
 
 
@@ -211,7 +231,9 @@ def _parser() -> ArgumentParser:
         help="Requests that a server may have in flight, as a multiple of the mean (default: %(default)s).",
     )
     parser.add_argument(
-        "--no-grafts", dest="grafts", action="store_false", help="Count beginnings of prompts only, for comparisons."
+        "--routing",
+        default=defaults.routing,
+        help=f"{', '.join(ROUTINGS)}: by all known text, by beginnings only, or by none (default: %(default)s).",
     )
     parser.add_argument(
         "--sketch-s", type=float, default=defaults.sketch_s, help="Seconds between sketches (default: %(default)s)."

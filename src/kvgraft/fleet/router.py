@@ -11,6 +11,7 @@ from kvgraft.fleet import figures  # not what is in it: Ray copies this class, w
 from kvgraft.fleet.ranking import IMBALANCE, Ranking, Report
 from kvgraft.fleet.requests import FleetRequest
 
+ROUTINGS = ("segments", "prefixes", "load", "random")  # by all text, by beginnings only, or by none
 logger = logging.getLogger("ray.serve")
 
 
@@ -22,9 +23,10 @@ class SegmentRouter(LocalityMixin, RequestRouter):
     waited longest.
     """
 
-    def initialize_state(self, imbalance: float = IMBALANCE, grafts: bool = True, **_: Any) -> None:
-        """Take the options of the deployment (`request_router_kwargs`), as `Ranking` has them."""
-        self._ranking: Ranking[ReplicaID] = Ranking(imbalance=imbalance, grafts=grafts)
+    def initialize_state(self, imbalance: float = IMBALANCE, routing: str = ROUTINGS[0], **_: Any) -> None:
+        """Take the options of the deployment (`request_router_kwargs`): of `Ranking`, and one of `ROUTINGS`."""
+        self._routing = routing
+        self._ranking: Ranking[ReplicaID] = Ranking(imbalance=imbalance, grafts=routing == "segments")
         self._heard: dict[ReplicaID, Any] = {}  # the last that each has said
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -44,7 +46,12 @@ class SegmentRouter(LocalityMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """One rank for each replica, the best first."""
         request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if self._routing == "random":
+            figures.FIGURES.routed.labels("random").inc()
+            return [random.sample(candidate_replicas, 1)]
         if pending_request is None or not isinstance(request, FleetRequest) or request.text is None:
+            return self._by_load(candidate_replicas, pending_request)
+        if self._routing == "load":
             return self._by_load(candidate_replicas, pending_request)
         started = time.perf_counter()
         by_id = {replica.replica_id: replica for replica in candidate_replicas}

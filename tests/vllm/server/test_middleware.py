@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.server.body import MAX_BODY
 from kvgraft.vllm.server.call import CURRENT
 from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.body import MAX_BODY
 from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
