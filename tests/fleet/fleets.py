@@ -1,9 +1,6 @@
 """A fleet in processes of its own, started as users start it, and what is asked of it."""
 
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +12,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvgraft.evaluate.servers import reserved_port
+from kvgraft.evaluate.servers import running
 from kvgraft.testbed import tasks
 from kvgraft.testbed.documents import Facts, make_documents
 
@@ -72,31 +69,10 @@ class RunningFleet:
 @contextmanager
 def running_fleet(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[RunningFleet]:
     """`kvgraft fleet` with these arguments and two tenants, once it answers; gone afterwards."""
-    with reserved_port() as port, log.open("wb") as output:
-        command = [sys.executable, "-m", "kvgraft", "fleet", *arguments, "--port", str(port), "--api-key", ALICE, BOB]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            fleet = RunningFleet(f"http://127.0.0.1:{port}", process, log)
-            deadline = time.monotonic() + START_S
-            while b"kvgraft fleet: http" not in log.read_bytes():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the fleet did not start:\n{log.read_text(errors='replace')[-3000:]}")
-                time.sleep(0.5)
-            yield fleet
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    arguments = [*arguments, "--api-key", ALICE, BOB]
+    environment = {**SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, **environment}
+    with running(arguments, environment, log, command="fleet", start_timeout_s=START_S) as server:
+        yield RunningFleet(server.url, server.process, log)
 
 
 @dataclass

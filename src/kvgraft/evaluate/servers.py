@@ -16,7 +16,7 @@ import httpx
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 90.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
 # SIGTERM comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across exec
 _UNTIL_ITS_PARENT_ENDS = """
@@ -61,9 +61,10 @@ def running(
     environment: Mapping[str, str],
     log: Path | None = None,
     *,
+    command: str = "serve",
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Server]:
-    """`kvgraft serve` with these arguments on a free port of 127.0.0.1, once it answers /health.
+    """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it answers /health.
 
     Args:
         environment: what vLLM reads, on top of ours.
@@ -72,8 +73,8 @@ def running(
         RuntimeError: it ended or was not up in time; the message holds the end of its log.
     """
     with reserved_port() as port:
-        command = [sys.executable, "-m", "kvgraft", "serve", *arguments, "--host", HOST, "--port", str(port)]
-        with _process(command, environment, log) as process:
+        whole = [sys.executable, "-m", "kvgraft", command, *arguments, "--host", HOST, "--port", str(port)]
+        with _process(whole, environment, log) as process:
             server = Server(f"http://{HOST}:{port}", process, log)
             _wait_until_healthy(server, start_timeout_s)
             yield server

@@ -125,17 +125,13 @@ def run(arguments: Sequence[str]) -> None:
     """
     args, rest = _parser().parse_known_args(list(arguments))
     options = _options(args, rest)
+    model = options.model or ""
+    if args.address is None and model.startswith((".", "/")) and not Path(model).exists():
+        raise ValueError(f"there is no model {model}")
     keys = Keys.of(_served(options))
     check_exposure(
         keys.api_keys, host=args.host, uds=None, single_tenant="--kvgraft-single-tenant" in options.arguments
     )
-    if (
-        args.address is None
-        and options.model is not None
-        and options.model[0] in "./"
-        and not Path(options.model).exists()
-    ):
-        raise ValueError(f"there is no model {options.model}")
     app = application(options)
     if args.address is None:
         ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)

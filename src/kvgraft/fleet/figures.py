@@ -21,7 +21,11 @@ class Figures:
             registry=self.registry,
         )
         self.routing = Histogram(
-            "kvgraft_fleet:routing_seconds", "Time to rank the servers.", buckets=SECONDS, registry=self.registry
+            "kvgraft_fleet:routing_seconds",
+            "Time to find the fingerprints of a prompt, and to rank the servers: fingerprints, ranking.",
+            ["part"],
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.known = Counter(
             "kvgraft_fleet:known_tokens", "Prompt tokens expected to be there.", registry=self.registry

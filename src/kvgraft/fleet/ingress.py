@@ -92,8 +92,9 @@ class Ingress:
         model = request.get("model")
         narrowed = (namespace, request.get("cache_salt") or "", "" if model in self._names else model)
         parts = [str(part).encode(errors="replace") for part in narrowed]
-        scope = scope_of(self._secret, principal.tenant.identity, *parts)
-        return Fingerprints.joined(Fingerprints.of(text.encode(errors="replace"), scope) for text in texts)
+        with FIGURES.routing.labels("fingerprints").time():
+            scope = scope_of(self._secret, principal.tenant.identity, *parts)
+            return Fingerprints.joined(Fingerprints.of(text.encode(errors="replace"), scope) for text in texts)
 
     async def _ask_one(self, request: FleetRequest) -> Response:
         for attempt in (1, 2):

@@ -61,7 +61,7 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         except Exception:  # Ray would let the request wait forever
             logger.exception("a request is routed by load")
             return self._by_load(candidate_replicas, pending_request, "error")
-        figures.FIGURES.routing.observe(time.perf_counter() - started)
+        figures.FIGURES.routing.labels("ranking").observe(time.perf_counter() - started)
         if not ranked.informed:
             return self._by_load(candidate_replicas, pending_request)
         figures.FIGURES.routed.labels("text").inc()

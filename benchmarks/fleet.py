@@ -1,0 +1,207 @@
+"""What a fleet reuses, by how it sends requests to its servers: RAG traffic over HTTP.
+
+Every kind of routing has the same traffic on the same two servers, started anew; and so has one server with twice the
+pool, which is what two could reach at most.
+
+    python benchmarks/fleet.py [--requests 500 --rate 4] [--out results/fleet.json]
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from kvgraft.evaluate.progress import progress_bar
+from kvgraft.evaluate.servers import running
+from kvgraft.testbed import MODEL_DIR
+from load import Client, Outcome, Spread, local_tokenizer
+from servers import MEMORY, ServerOptions
+from tables import configuration
+from workload import arrivals, single_token_words
+
+errors = Console(stderr=True)
+BLOCK = 32  # tokens
+TOPICS, ON_TOPIC, ZIPF = 16, 0.8, 0.8
+PER_PROMPT, DOCUMENT, AROUND = 4, 256, 16  # documents; tokens of one, and of what is new before and behind them
+ROUTINGS = ("segments", "prefixes", "load", "random")
+ONE = "one server, twice the pool"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Prompts in the order in which they come; the first ones are not counted."""
+
+    prompts: tuple[str, ...]
+    times: tuple[float, ...]
+    warm_up: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way of routing has given.
+
+    Attributes:
+        reused: share of prompt tokens.
+        imbalance: prompt tokens that the busier server has computed, over the mean.
+        routing_ms: of fingerprints and ranking, mean and P99 (interpolated in its bucket).
+    """
+
+    routing: str
+    requests: int
+    failed: int
+    reused: float
+    prefix: float
+    grafted: float
+    ttft_ms: Spread
+    imbalance: float
+    routing_ms: dict[str, tuple[float, float]]
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Counted ones.")] = 500,
+    warm_up: Annotated[int, typer.Option(help="Requests before these.")] = 150,
+    rate: Annotated[float, typer.Option(help="Requests a second (Poisson).")] = 4.0,
+    documents: Annotated[int, typer.Option(help="Of the corpus, of 256 tokens each.")] = 320,
+    pool: Annotated[int, typer.Option(help="Tokens of each server's pool.")] = 24_576,
+    seed: Annotated[int, typer.Option(help="Of the traffic.")] = 100,
+    routings: Annotated[str, typer.Option(help="By commas.")] = ",".join(ROUTINGS),
+    model: Annotated[Path, typer.Option(help="Model directory.")] = MODEL_DIR,
+    out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.")] = None,
+) -> None:
+    """Compare ways of routing."""
+    traffic = make_traffic(model, requests, warm_up, rate, documents, seed)
+    rows = [measure(traffic, model, ONE, 1, 2 * pool)]
+    rows += [measure(traffic, model, routing, 2, pool) for routing in routings.split(",")]
+    columns = ("reused", "of one server's", "prefix", "grafted", "TTFT P50", "P95", "P99 ms", "imbalance", "failed")
+    table = Table("routing", *columns)
+    for row in rows:
+        ttft = [f"{value:.0f}" for value in (row.ttft_ms.median, row.ttft_ms.p95, row.ttft_ms.p99)]
+        shares = [f"{share:.3f}" for share in (row.reused, row.reused / rows[0].reused, row.prefix, row.grafted)]
+        table.add_row(row.routing, *shares, *ttft, f"{row.imbalance:.2f}", str(row.failed))
+    Console().print(table)
+    for row in rows[1:]:
+        said = ", ".join(f"{part} {mean:.2f} ms, P99 {p99:.2f}" for part, (mean, p99) in row.routing_ms.items())
+        Console().print(f"{row.routing}: {said or 'nothing is ranked'}")
+    if out is not None:
+        names = ("requests", "warm_up", "rate", "documents", "pool", "seed")
+        setup = dict(zip(names, (requests, warm_up, rate, documents, pool, seed), strict=True))
+        figures = {
+            **setup,
+            "machine": configuration(ServerOptions(model, threads=1), model.name),
+            "rows": [asdict(row) for row in rows],
+        }
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def make_traffic(model: Path, requests: int, warm_up: int, rate: float, documents: int, seed: int) -> Traffic:
+    """Prompts of documents that are asked for as Zipf has it, most of them of one topic, in any order."""
+    rng = Random(f"fleet {seed}")
+    words = single_token_words(*local_tokenizer(model))
+    corpus = [" ".join(rng.choices(words, k=DOCUMENT)) for _ in range(documents)]
+    weights = [(number + 1) ** -ZIPF for number in range(documents)]
+    prompts = []
+    for _ in range(warm_up + requests):
+        topic = rng.choices(range(documents), weights)[0] % TOPICS
+        chosen: list[int] = []
+        while len(chosen) < PER_PROMPT:
+            [drawn] = rng.choices(range(documents), weights)
+            if rng.random() < ON_TOPIC:
+                drawn = min(drawn - drawn % TOPICS + topic, documents - 1)
+            chosen += [drawn] * (drawn not in chosen)
+        around = [" ".join(rng.choices(words, k=AROUND)) for _ in range(2)]
+        prompts.append(" ".join([around[0], *(corpus[number] for number in chosen), around[1]]))
+    return Traffic(tuple(prompts), tuple(arrivals(len(prompts), rate, seed)), warm_up)
+
+
+def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: int) -> Row:
+    """Start a fleet, send it the traffic, and end it."""
+    arguments = [str(model), "--replicas", str(replicas), "--num-gpu-blocks-override", str(pool // BLOCK + 1)]
+    arguments += ["--routing", "load" if routing == ONE else routing, "--dtype", "float32", "--max-model-len", "4096"]
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (
+            errors.status(f"starting: {routing}") as status,
+            running(arguments, MEMORY, log, command="fleet", start_timeout_s=600) as server,
+        ):
+            status.stop()
+            with progress_bar(errors, routing) as on_progress:
+                outcomes = asyncio.run(send(server.api, traffic, on_progress))
+            metrics = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
+    return row_of(routing, outcomes[traffic.warm_up :], metrics)
+
+
+async def send(url: str, traffic: Traffic, on_progress: Any) -> list[Outcome]:
+    """Each prompt when its time has come."""
+    loop, done = asyncio.get_running_loop(), 0
+    async with Client(url) as client:
+        begin = loop.time()
+
+        async def at(time: float, prompt: str) -> Outcome:
+            nonlocal done
+            await asyncio.sleep(begin + time - loop.time())
+            outcome = await client.send("rag", {"prompt": prompt}, 4)
+            done += 1
+            on_progress(done, len(traffic.prompts))
+            return outcome
+
+        return list(await asyncio.gather(*map(at, traffic.times, traffic.prompts)))
+
+
+def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
+    """What has become of the counted requests; what metrics say is of all."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    total = sum(outcome.prompt_tokens for outcome in good)
+    tokens = {
+        kind: sum((outcome.report or {}).get(f"{kind}_tokens", 0) for outcome in good)
+        for kind in ("prefix", "continued", "grafted")
+    }
+    found = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    computed: dict[str, float] = {}
+    for sample in found:
+        if sample.name == "kvgraft:tokens_total" and sample.labels["kind"] in ("fresh", "recomputed"):
+            computed[sample.labels["replica"]] = computed.get(sample.labels["replica"], 0.0) + sample.value
+    routing_ms = {part: times for part in ("fingerprints", "ranking") if (times := routing_times(found, part))}
+    return Row(
+        routing,
+        len(good),
+        len(outcomes) - len(good),
+        sum(tokens.values()) / total,
+        tokens["prefix"] / total,
+        tokens["grafted"] / total,
+        Spread.of([1000 * outcome.ttft_s for outcome in good]),
+        max(computed.values()) * len(computed) / sum(computed.values()),
+        routing_ms,
+    )
+
+
+def routing_times(found: Sequence[Any], part: str) -> tuple[float, float] | None:
+    """Mean and P99 of a histogram in milliseconds; None if there was nothing."""
+    name = "kvgraft_fleet:routing_seconds"
+    mine = [sample for sample in found if sample.name.startswith(name) and sample.labels.get("part") == part]
+    [count, total] = [sum(s.value for s in mine if s.name == f"{name}_{kind}") for kind in ("count", "sum")]
+    if not count:
+        return None
+    low, below = 0.0, 0.0
+    for sample in mine:
+        if sample.name == f"{name}_bucket":
+            high = float(sample.labels["le"])
+            if sample.value >= 0.99 * count:
+                return 1000 * total / count, 1000 * (
+                    low + (high - low) * (0.99 * count - below) / (sample.value - below)
+                )
+            low, below = high, sample.value
+    return None
+
+
+if __name__ == "__main__":
+    typer.run(main)
