@@ -131,7 +131,9 @@ def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: in
         log = Path(folder) / "log"
         with (
             errors.status(f"starting: {routing}") as status,
-            running(arguments, MEMORY, log, command="fleet", start_timeout_s=600) as server,
+            running(
+                arguments, {**MEMORY, "VLLM_CPU_KVCACHE_SPACE": "1"}, log, command="fleet", start_timeout_s=600
+            ) as server,
         ):
             status.stop()
             with progress_bar(errors, routing) as on_progress:

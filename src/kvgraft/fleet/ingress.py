@@ -110,6 +110,8 @@ class Ingress:
                     raise
                 logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
                 FIGURES.failed.labels(attempt).inc()
+            except DeploymentUnavailableError:
+                return Refused(503, "no server is ready: ask again").response
             except asyncio.CancelledError:
                 answer.cancel()
                 raise
