@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from running import ADMIN, ALICE, BOB
 
+from kvgraft.segments.store import secret
 from kvgraft.vllm.options import namespace_label
-from kvgraft.vllm.server import tenancy
 from kvgraft.vllm.server.keys import Keys, check_exposure
 from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
 
@@ -74,7 +74,7 @@ def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monke
         keys.append(Salts(folder).of(alice))
         path.write_bytes(data)
 
-    monkeypatch.setattr(tenancy, "write_file", write_slowly)
+    monkeypatch.setattr(secret, "write_file", write_slowly)
     keys += [Salts(folder).of(alice), Salts(folder).of(alice)]
     assert len(keys) == 3
     assert len(set(keys)) == 1
