@@ -47,7 +47,7 @@ class FilePlace:
         self._is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._is_local:
             private_directory(Path(root))
-        self._root = f"{root.rstrip('/')}/{folder}"
+        self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         self._capacity, self._quota = capacity, quota
         self._written: int | None = None  # bytes, since the place was looked through
         self._told: dict[str, set[str]] = {}  # names of records, by minute

@@ -11,8 +11,8 @@ BEHIND_S = 5.0  # at least, for what no request waits for
 
 
 class RedisPlace:
-    """Chunks under `kvgraft:FOLDER:NAME`, and a stream of what has come. What does not fit there the server evicts, as
-    it is configured (`maxmemory-policy`).
+    """Chunks under `kvgraft:[FOLDER:]NAME`, and a stream of what has come. What does not fit there the server evicts,
+    as it is configured (`maxmemory-policy`).
 
     Args:
         url: a password is taken from `KVGRAFT_SHARED_PASSWORD`.
@@ -37,7 +37,7 @@ class RedisPlace:
             return redis.Redis.from_url(url, socket_timeout=seconds, socket_connect_timeout=seconds, **known)
 
         self._asked, self._behind = client(timeout_s), client(max(timeout_s, BEHIND_S))
-        self._prefix = f"kvgraft:{folder}:"
+        self._prefix = f"kvgraft:{folder}:" if folder else "kvgraft:"
         self._records = f"{self._prefix}records"
 
     def put(self, name: str, record: bytes, data: bytes) -> bool:

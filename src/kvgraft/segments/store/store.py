@@ -52,7 +52,8 @@ class SegmentStore:
             when they were put; "too_large", "backlog", "non_finite", "write_failed": not kept on disk, or at all;
             "evicted" from all tiers; gone when they were asked for or the store was opened: "missing", "damaged",
             "foreign"; "unusable": cut into other blocks. What was found on opening: "orphans", "temporaries",
-            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins with "shared_": see `SharedTier.counts`.
+            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins with "shared_":
+            see `SharedTier.counts`.
 
     Raises:
         ValueError: a number is out of range, or one of directory and disk_bytes is given without the other.
@@ -251,7 +252,10 @@ class SegmentStore:
     def close(self) -> None:
         """Write all that was put, then let directory and shared place go. Nothing can be put or fetched any more."""
         if not self._closed:
-            self.flush()
+            if self._tiers.disk:
+                self._tiers.disk.flush()
+            with self._lock:
+                self._look_around(others=False)
             self._tiers.close()
             self._closed = True
 
