@@ -25,7 +25,7 @@ STORE = [  # within segments/store/, each may import what stands before it
     {"catalogue", "file_place", "secret"},
     {"catalogue_reader", "places", "seals"},
     {"disk", "memory", "maintenance", "shared"},
-    {"tiers"},
+    {"sharing", "tiers"},
     {"store"},
     {"options"},
     {"__init__"},

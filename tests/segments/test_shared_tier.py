@@ -14,7 +14,7 @@ from kvgraft.segments.store.file_place import FilePlace
 from kvgraft.segments.store.health import PAUSE_S, Health
 from kvgraft.segments.store.redis_place import RedisPlace
 from kvgraft.segments.store.secret import CACHE_SECRET
-from kvgraft.segments.store.shared import Sharing
+from kvgraft.segments.store.sharing import Sharing
 from redis_server import needs_redis, redis_server
 
 ROOM = 1 << 24

@@ -9,7 +9,7 @@ from kvgraft.methods import require_amount, require_share
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.places import check_url, is_server
 from kvgraft.segments.store.secret import CACHE_SECRET, find_secret, given_secret
-from kvgraft.segments.store.shared import Sharing
+from kvgraft.segments.store.sharing import Sharing
 from kvgraft.segments.store.store import SegmentStore
 
 SHARED_GIB = 64.0  # of a file system, where nothing else is said
@@ -56,6 +56,17 @@ class StoreOptions:
             raise ValueError(f"int8 must be true or false, got {self.int8!r}")
         self._check_shared()
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """The shared tier; None: there is none. See `find_secret` for what it raises."""
+        secret = (
+            None if self.shared_url is None else find_secret(None if self.directory is None else Path(self.directory))
+        )
+        if self.shared_url is None or secret is None:
+            return None
+        gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
+        return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)
+
     def open(
         self,
         block_size: int,
@@ -65,7 +76,7 @@ class StoreOptions:
     ) -> SegmentStore:
         """The store, for blocks of so many tokens; see `SegmentStore` for what it raises."""
         directory = None if self.directory is None else Path(self.directory)
-        sharing = self._sharing(directory)
+        sharing = self.sharing
         if directory is not None and self.rank is not None:
             directory = directory / f"rank-{self.rank}"
         with ExitStack() as opened:
@@ -107,9 +118,3 @@ class StoreOptions:
                 "a shared tier needs a secret, by which servers know their own data and each other's tenants: set "
                 f"{CACHE_SECRET} to the same 64 hexadecimal digits for all of them"
             )
-
-    def _sharing(self, directory: Path | None) -> Sharing | None:
-        if self.shared_url is None or (secret := find_secret(directory)) is None:
-            return None
-        gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
-        return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)

@@ -7,14 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.chunk import KEY_BYTES, Gone, Record, nbytes
 from kvgraft.segments.store.files import BadPayload, decode, encode
 from kvgraft.segments.store.health import Health
-from kvgraft.segments.store.places import Place, open_place
+from kvgraft.segments.store.places import Place
 from kvgraft.segments.store.readers import Readers
 from kvgraft.segments.store.seals import Seal, without_source
 from kvgraft.segments.store.writer import Writer
@@ -31,32 +30,6 @@ NUM_READERS = 8
 LOOKING, READING, WRITING = "looking", "reading", "writing"  # what is done with a place
 _REMOVED = b"-"  # so begins what is told of a removal; records are JSON
 logger = logging.getLogger("kvgraft")
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """A shared tier that is still to be opened.
-
-    Attributes:
-        url: see `open_place`.
-        secret: 32 bytes that the servers of a fleet have in common.
-        rank: of several, each of which has a part of the place of its own; None: there is one.
-        timeout_s: for which one prompt waits, however much of it is asked for.
-        capacity, quota: of a file system, see `FilePlace`.
-    """
-
-    url: str
-    secret: bytes = field(repr=False)
-    rank: int | None
-    timeout_s: float
-    capacity: int
-    quota: float
-
-    def open(self) -> "SharedTier":
-        """The tier; see `open_place` for what it raises. A place that cannot be reached is no error."""
-        folder = "" if self.rank is None else f"rank-{self.rank}"
-        place = open_place(self.url, folder, self.timeout_s, self.capacity, self.quota)
-        return SharedTier(place, self.secret, timeout_s=self.timeout_s)
 
 
 class SharedTier:
@@ -164,7 +137,7 @@ class SharedTier:
             self._news.pop(key, None)
             record = record or (waiting[0] if waiting else None)
         if record is not None:
-            told = self._seal.close_record(_REMOVED + self._id + key)
+            told = self._seal.close_record(removal(key, self._id))
             name = self._seal.name(record)
             self._writer.submit(lambda: self._erase(name, told))
 
@@ -306,6 +279,11 @@ class SharedTier:
     def _count(self, reason: str, number: int = 1) -> None:
         with self._lock:
             self._counts[reason] += number
+
+
+def removal(key: bytes, by: bytes) -> bytes:
+    """What is told of a chunk that is to be removed everywhere, by whom: 8 bytes of which others have other ones."""
+    return _REMOVED + by + key
 
 
 def _answer_of(future: "Future[dict[str, Tensor] | str]") -> "dict[str, Tensor] | str":
