@@ -134,11 +134,11 @@ class KVGraftSettings:
     @property
     def store(self) -> StoreOptions | None:
         """Where exact blocks go that vLLM may reclaim; None: nowhere. ValueError if that cannot be."""
-        if self.store_dir is None and not self.store_ram_gib and self.store_shared is None:
-            return None
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
         shared = self.store_shared, self.store_shared_timeout, self.store_shared_gib
-        return StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)
+        options = StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)
+        is_wanted = self.store_dir is not None or self.store_ram_gib or self.store_shared is not None
+        return options if is_wanted else None
 
     @cached_property
     def given_costs(self) -> Costs | None:

@@ -264,7 +264,7 @@ class SharedTier:
             found = act()
         except Exception as error:  # whatever the client raises
             self._count("shared_failed")
-            self._health.failed(doing, repr(error))
+            self._health.failed(doing, f"{type(error).__name__}: {error}")
             return False
         self._health.worked(doing)
         return bool(found)
