@@ -39,9 +39,11 @@ class StoreWorker:
 
     def step(self, orders: StoreOrders) -> None:
         """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its
-        blocks. Tell what other servers have put into the directory."""
+        blocks. Tell what other servers have put there."""
         if appeared := self._store.take_appeared():
             self._reported.records += appeared
+        if orders.look:
+            self._reported.looked = True
         for keep in orders.keeps:
             self._keep(keep)
         for load in orders.loads:
