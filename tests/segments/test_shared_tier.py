@@ -379,6 +379,7 @@ def test_a_prompt_waits_for_a_slow_server_once_however_much_it_asks_for(server):
         assert store.counts["shared_late"] + store.counts["shared_failed"] >= 30
         assert store._tiers.shared._health._failures["reading"] == 1
         assert store.fetch_from(places, asked_at=time.monotonic() - 1.0) == [None] * 30  # has waited before
+        assert store._tiers.shared._health._failures["reading"] == 1
         assert all(knows(store, chunk) for chunk in chunks)
         server.client.ping()  # it answers again
         store._tiers.shared._health._paused_until = 0.0
