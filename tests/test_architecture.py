@@ -21,11 +21,11 @@ LAYERS = [  # each may import what stands before it, and itself
 ]
 STORE = [  # within segments/store/, each may import what stands before it
     {"chunk"},
-    {"budget", "files", "places", "register", "writer"},
-    {"catalogue"},
-    {"catalogue_reader"},
+    {"budget", "files", "health", "readers", "redis_place", "register", "writer"},
+    {"catalogue", "file_place", "secret"},
+    {"catalogue_reader", "places", "seals"},
     {"disk", "memory", "maintenance", "shared"},
-    {"tiers"},
+    {"sharing", "tiers"},
     {"store"},
     {"options"},
     {"__init__"},

@@ -2,16 +2,17 @@ import json
 import re
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chunks import OTHER_SCOPE, SIZE, file_of, make_chunk, make_chunks, make_payload, make_tokens, put
+from chunks import OTHER_SCOPE, SIZE, file_of, holds, make_chunk, make_chunks, make_payload, make_tokens, put
 from kvgraft.cli import app, run
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.store import SegmentStore
+from kvgraft.segments.store import SegmentStore, StoreOptions
 from kvgraft.segments.store.files import CATALOGUE
 from models import VOCAB_SIZE
 
@@ -117,6 +118,32 @@ def test_pin_unpin_and_drop_take_several_keys(kvgraft: Kvgraft, directory: Path)
     assert [*listed(kvgraft, directory)] == keys
     assert kvgraft("segments", "drop", one, two, "--dir", directory)[0] == 0
     assert [*listed(kvgraft, directory)] == keys[2:]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_drop_removes_from_a_shared_tier_and_all_who_share_it(
+    kvgraft: Kvgraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None
+):
+    monkeypatch.setattr("kvgraft.segments.store.shared.PERIOD_S", 0.1)
+    base, url = tmp_path / "store", f"file://{tmp_path / 'shared'}"
+    directory = base if rank is None else base / f"rank-{rank}"
+    with StoreOptions(base, ram_gib=0, disk_gib=0.1, shared_url=url, rank=rank).open(SIZE) as store:
+        put(store, make_chunk(1), make_chunk(2))
+        store.flush()
+        for url_of_nothing in ("nothing://host", "redis://localhost:1/0"):
+            code = kvgraft("segments", "drop", make_chunk(1).key.hex(), "--dir", directory, "--shared", url_of_nothing)[
+                0
+            ]
+            assert (code, len(listed(kvgraft, directory))) == (2, 2)
+        assert kvgraft("segments", "drop", make_chunk(1).key.hex(), "--dir", directory, "--shared", url)[0] == 0
+        deadline = time.monotonic() + 60.0
+        while -1 not in store.prefix(make_chunk(1).chains, make_chunk(1).scope):
+            assert time.monotonic() < deadline
+    assert [*listed(kvgraft, directory)] == [make_chunk(2).key.hex()]
+    for path in directory.glob("catalogue*"):  # all but the secret
+        path.unlink()
+    with StoreOptions(base, ram_gib=0, disk_gib=0.1, shared_url=url, rank=rank).open(SIZE) as store:
+        assert [holds(store, make_chunk(seed)) for seed in (1, 2)] == [False, True]
 
 
 def test_verify_fails_once_if_something_was_bad(kvgraft: Kvgraft, directory: Path):

@@ -51,6 +51,33 @@ def test_blocks_are_held_until_each_rank_has_read_them(stored: StoreScheduler):
     assert stored.num_held == stored.known.pool.num_used == 0
 
 
+def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_shared(
+    stored: StoreScheduler, monkeypatch: pytest.MonkeyPatch
+):
+    now = 1000.0
+    monkeypatch.setattr("kvgraft.vllm.connector.store_scheduler.time.monotonic", lambda: now)
+    sharing = StoreScheduler(stored.known, 2, is_shared=True)
+
+    def waits(store: StoreScheduler) -> bool:
+        request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
+        state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
+        return store.is_coming(state, 0, 9, grafts=True)
+
+    for store in (stored, sharing):
+        for rank in (0, 1):
+            store.on_report(rank, StoreReport(ready=True))
+        assert not waits(store)
+        assert not store.take_orders().look
+    now += 2.0
+    assert (waits(stored), waits(sharing)) == (False, True)
+    assert (stored.take_orders().look, sharing.take_orders().look) == (False, True)
+    for rank, still in ((0, True), (0, True), (1, False)):
+        assert waits(sharing)
+        sharing.on_report(rank, StoreReport(looked=True))
+        assert waits(sharing) == still
+    assert not sharing.take_orders().look
+
+
 def test_prompts_wait_until_each_rank_has_said_what_it_holds(stored: StoreScheduler):
     request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
     state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))

@@ -17,8 +17,9 @@ from rich.text import Text
 from kvgraft.cli.options import JsonOption, app, console, find, print_json, progress_console
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.methods import require_amount
-from kvgraft.segments.store import StoreDirectory
+from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.segments.store.catalogue import CatalogueDamaged, CatalogueRow
+from kvgraft.segments.store.secret import CACHE_SECRET, given_secret
 
 SHORT_KEY = 12  # hexadecimal digits in tables
 segments_app = typer.Typer(name="segments", help="What a segment store holds on disk.", no_args_is_help=True)
@@ -84,10 +85,21 @@ def unpin_segments(keys: KeysArgument, directory: DirOption, as_json: JsonOption
 
 
 @segments_app.command("drop")
-def drop_segments(keys: KeysArgument, directory: DirOption, as_json: JsonOption = False) -> None:
+def drop_segments(
+    keys: KeysArgument,
+    directory: DirOption,
+    shared: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Remove them from this shared tier, too, and from all who share it."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Remove these segments; none if one of the keys is wrong."""
     with _opened(directory) as store:
-        rows = [store.drop(row.key.hex()) for row in _find(store, keys)]
+        rows = _find(store, keys)
+        if shared is not None:
+            _remove_shared(rows, directory.resolve(), shared)
+        rows = [store.drop(row.key.hex()) for row in rows]
     _tell(rows, "dropped", as_json)
 
 
@@ -155,6 +167,21 @@ def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
         raise ValueError("a key must have at least one digit")
     found = {row.key: row for row in map(store.show, keys)}
     return list(found.values())
+
+
+def _remove_shared(rows: Iterable[CatalogueRow], directory: Path, url: str) -> None:
+    """Remove segments from the shared tier of servers with this directory, which may be that of a rank; ValueError if
+    that cannot be done."""
+    rank = directory.name.removeprefix("rank-") if directory.name.startswith("rank-") else None
+    base = directory if rank is None else directory.parent
+    if given_secret() is None and not (base / "secret").exists():
+        raise ValueError(f"{base} has no secret: set {CACHE_SECRET} to that of the servers")
+    options = StoreOptions(base, shared_url=url, shared_timeout_s=30.0, rank=None if rank is None else int(rank))
+    try:
+        if options.sharing is not None:
+            options.sharing.remove(row.record for row in rows)
+    except Exception as error:  # whatever the client raises
+        raise ValueError(f"the shared tier cannot be used, nothing was dropped: {error!r}") from error
 
 
 def _set_pinned(keys: list[str], directory: Path, pinned: bool, as_json: bool) -> None:

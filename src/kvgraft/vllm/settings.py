@@ -50,8 +50,12 @@ class KVGraftSettings:
         frozen_capacity: share of the pool that frozen blocks may take.
         frozen_quota: share of that which one tenant may take, whatever its namespaces; None: equal ones for all keys.
         store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
-        store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0 and no store_dir: no store.
+        store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0, no store_dir and no
+            store_shared: no store.
         store_disk_gib, store_quota, store_int8: of the store, see `StoreOptions`.
+        store_shared: URL of a place that machines share, a Redis or Valkey server or a directory; None: none.
+        store_shared_timeout: seconds for which a prompt waits for it.
+        store_shared_gib: size of a shared directory; None: 64. A server bounds itself.
         costs: by which it is decided what to graft: `measured` when the server starts, `tokens`, or a file of them.
         exact_value: what it is worth that KV is exact, as a share of what computing it costs: 0 grafts whatever makes
             the first token come sooner.
@@ -84,6 +88,9 @@ class KVGraftSettings:
     store_disk_gib: float = 16.0
     store_quota: float = 1.0
     store_int8: bool = False
+    store_shared: str | None = None
+    store_shared_timeout: float = 0.5
+    store_shared_gib: float | None = None
     costs: str = MEASURED
     exact_value: float = EXACT_VALUE
     document_gib: float = 2.0
@@ -127,10 +134,11 @@ class KVGraftSettings:
     @property
     def store(self) -> StoreOptions | None:
         """Where exact blocks go that vLLM may reclaim; None: nowhere. ValueError if that cannot be."""
-        if self.store_dir is None and not self.store_ram_gib:
-            return None
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
-        return StoreOptions(self.store_dir, *sizes, self.store_int8)
+        shared = self.store_shared, self.store_shared_timeout, self.store_shared_gib
+        options = StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)
+        is_wanted = self.store_dir is not None or self.store_ram_gib or self.store_shared is not None
+        return options if is_wanted else None
 
     @cached_property
     def given_costs(self) -> Costs | None:

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from running import ADMIN, ALICE, BOB
 
+from kvgraft.segments.store import secret
 from kvgraft.vllm.options import namespace_label
-from kvgraft.vllm.server import tenancy
 from kvgraft.vllm.server.keys import Keys, check_exposure
 from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
 
@@ -74,7 +74,7 @@ def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monke
         keys.append(Salts(folder).of(alice))
         path.write_bytes(data)
 
-    monkeypatch.setattr(tenancy, "write_file", write_slowly)
+    monkeypatch.setattr(secret, "write_file", write_slowly)
     keys += [Salts(folder).of(alice), Salts(folder).of(alice)]
     assert len(keys) == 3
     assert len(set(keys)) == 1
@@ -83,6 +83,30 @@ def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monke
     (folder / "secret").write_bytes(b"short")
     with pytest.raises(PermissionError, match="has 5 bytes, not 32"):
         Salts(folder)
+
+
+def test_servers_with_one_secret_in_their_environment_have_the_same_cache_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alice = Tenant.of(ALICE)
+    own = Salts(tmp_path / "store").of(alice)
+    monkeypatch.setenv(secret.CACHE_SECRET, "5e" * 32)
+    key = Salts().of(alice)
+    assert key == Salts(tmp_path / "store").of(alice) != own
+    assert Salts().of(Tenant.of(BOB)) != key
+    monkeypatch.setenv(secret.CACHE_SECRET, "5f" * 32)
+    assert Salts().of(alice) != key
+    monkeypatch.setenv(secret.CACHE_SECRET, "short")
+    with pytest.raises(ValueError, match="must be 64 hexadecimal digits") as refused:
+        Salts()
+    assert "short" not in str(refused.value)
+
+
+def test_keys_for_different_purposes_differ():
+    keys = {secret.derive(b"s" * 32, purpose) for purpose in ("cache keys", "data", "records", "names")}
+    assert len(keys) == 4
+    assert b"s" * 32 not in keys
+    assert {len(key) for key in keys} == {32}
 
 
 def test_parts_of_the_cache_key_do_not_run_into_one_another():

@@ -1,5 +1,6 @@
 """Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how they are stored."""
 
+import enum
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ TensorSpec = tuple[str, Shape]  # dtype and shape
 KEY_BYTES = 32
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # names in torch
 _SCALE = ".scale"  # suffix of the scales of an int8 tensor
+
+
+class Gone(enum.Enum):
+    """How a chunk left a tier without being asked to."""
+
+    EVICTED = enum.auto()  # for another one, or it could not be written: other tiers may have it
+    REMOVED = enum.auto()  # by another process: it is not to be served from anywhere else, either
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,6 @@
 """The tier on disk: payload files, their catalogue, and a thread that writes them. Others may use the directory too."""
 
 import contextlib
-import enum
 import logging
 import sqlite3
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
 from kvgraft.segments.store.catalogue_reader import CatalogueReader
-from kvgraft.segments.store.chunk import Record, nbytes
+from kvgraft.segments.store.chunk import Gone, Record, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
 from kvgraft.segments.store.writer import Writer
 
@@ -25,13 +24,6 @@ if TYPE_CHECKING:
 
 _NOTED_USES = 64  # that are written together
 logger = logging.getLogger("kvgraft")
-
-
-class Gone(enum.Enum):
-    """How a chunk left the disk without `remove`."""
-
-    EVICTED = enum.auto()  # for another one, or it could not be written: other tiers may have it
-    REMOVED = enum.auto()  # by another process: it is not to be served from anywhere
 
 
 class DiskTier:

@@ -1,12 +1,18 @@
 """How large the tiers below device memory are, as users say it."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvgraft.methods import require_amount, require_share
 from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.store.places import check_url, is_server
+from kvgraft.segments.store.secret import CACHE_SECRET, find_secret, given_secret
+from kvgraft.segments.store.sharing import Sharing
 from kvgraft.segments.store.store import SegmentStore
+
+SHARED_GIB = 64.0  # of a file system, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -19,9 +25,15 @@ class StoreOptions:
         disk_gib: size of the tier on disk.
         quota: share of each that one namespace may take; in any case the one that holds most gives way first.
         int8: keep keys and values as int8, in a quarter to a half of the bytes; they come back as graft sources only.
+        shared_url: of a place that machines share, a Redis or Valkey server or a directory (`open_place`); None: none.
+            Servers that share one need the same secret: that of `KVGRAFT_CACHE_SECRET`, or of the directory.
+        shared_timeout_s: for which a prompt waits for that place.
+        shared_gib: size of a shared directory; None: 64. A server there bounds itself.
+        rank: of several, each of which has a part of the directory and of the shared place of its own; None: there is
+            one.
 
     Raises:
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, or a shared place without a secret.
     """
 
     directory: Path | str | None = None
@@ -29,6 +41,10 @@ class StoreOptions:
     disk_gib: float = 16.0
     quota: float = 1.0
     int8: bool = False
+    shared_url: str | None = None
+    shared_timeout_s: float = 0.5
+    shared_gib: float | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         require_amount("ram_gib", self.ram_gib)
@@ -38,6 +54,18 @@ class StoreOptions:
             raise ValueError(f"quota {self.quota} and disk_gib {self.disk_gib} must be above 0")
         if not isinstance(self.int8, bool):
             raise ValueError(f"int8 must be true or false, got {self.int8!r}")
+        self._check_shared()
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The shared tier; None: there is none. See `find_secret` for what it raises."""
+        secret = (
+            None if self.shared_url is None else find_secret(None if self.directory is None else Path(self.directory))
+        )
+        if self.shared_url is None or secret is None:
+            return None
+        gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
+        return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)
 
     def open(
         self,
@@ -47,14 +75,46 @@ class StoreOptions:
         chunk_blocks: int = 16,
     ) -> SegmentStore:
         """The store, for blocks of so many tokens; see `SegmentStore` for what it raises."""
-        return SegmentStore(
-            block_size=block_size,
-            ram_bytes=int(self.ram_gib * 2**30),
-            directory=None if self.directory is None else Path(self.directory),
-            disk_bytes=0 if self.directory is None else int(self.disk_gib * 2**30),
-            quota=self.quota,
-            int8=self.int8,
-            chunk_blocks=chunk_blocks,
-            similarity=similarity,
-            anchors=anchors,
-        )
+        directory = None if self.directory is None else Path(self.directory)
+        sharing = self.sharing
+        if directory is not None and self.rank is not None:
+            directory = directory / f"rank-{self.rank}"
+        with ExitStack() as opened:
+            shared = None if sharing is None else opened.enter_context(closing(sharing.open()))
+            store = SegmentStore(
+                block_size=block_size,
+                ram_bytes=int(self.ram_gib * 2**30),
+                directory=directory,
+                disk_bytes=0 if directory is None else int(self.disk_gib * 2**30),
+                quota=self.quota,
+                int8=self.int8,
+                chunk_blocks=chunk_blocks,
+                similarity=similarity,
+                anchors=anchors,
+                shared=shared,
+            )
+            opened.pop_all()  # from now on it is the store's
+            return store
+
+    def _check_shared(self) -> None:
+        require_amount("shared_timeout_s", self.shared_timeout_s)
+        if not self.shared_timeout_s:
+            raise ValueError(f"shared_timeout_s must be above 0 seconds, got {self.shared_timeout_s}")
+        if self.shared_url is None:
+            if self.shared_gib is not None:
+                raise ValueError(f"shared_gib {self.shared_gib} is the size of shared_url: give that, too")
+            return
+        if not isinstance(self.shared_url, str):
+            raise ValueError(f"shared_url must be a URL, got {self.shared_url!r}")
+        check_url(self.shared_url)
+        if self.shared_gib is not None:
+            require_amount("shared_gib", self.shared_gib)
+            if is_server(self.shared_url) or not self.shared_gib:
+                raise ValueError(
+                    f"shared_gib {self.shared_gib}: above 0, and of a directory only: a server's maxmemory bounds it"
+                )
+        if given_secret() is None and self.directory is None:
+            raise ValueError(
+                "a shared tier needs a secret, by which servers know their own data and each other's tenants: set "
+                f"{CACHE_SECRET} to the same 64 hexadecimal digits for all of them"
+            )

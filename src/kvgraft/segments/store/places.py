@@ -1,141 +1,80 @@
-"""Places that several machines share: chunks by key, and what has come to them, in its order."""
+"""Places that several machines share: chunks by name, and what has come to them, in its order."""
 
-import time
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
-HOUR = 3600  # seconds; records are listed by the hour in which they came
-MAX_RECORDS = 1 << 20  # that a Redis stream keeps
+from kvgraft.segments.store.file_place import FilePlace
+from kvgraft.segments.store.redis_place import SCHEMES, RedisPlace
+
+ALLOWED = "redis://HOST:6379/0, valkey://HOST:6379/0, s3://BUCKET/PATH or file:///DIR"
 
 
 class Place(Protocol):
-    """What a `SharedTier` needs of a place. Any method may raise whatever its client raises."""
+    """What a `SharedTier` needs of a place. Any method may raise whatever its client raises, and any thread call it."""
 
-    def put(self, key: bytes, record: bytes, data: bytes) -> None:
-        """Keep a chunk, whole or not at all, and then tell of it."""
+    def put(self, name: str, record: bytes, data: bytes) -> bool:
+        """Keep a chunk, and tell its record when that is done; False if it is too large ever to be kept."""
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, name: str) -> bytes | None:
         """The data of a chunk; None if it is not there, or no longer."""
 
-    def remove(self, key: bytes) -> None:
-        """Let a chunk go; one that is not there is no error."""
+    def remove(self, name: str, record: bytes) -> None:
+        """Let a chunk go, and tell a record of that; one that is not there is no error."""
 
-    def come_since(self, mark: str) -> tuple[list[bytes], str]:
-        """Records that have come since a mark (empty: all that are known), and the mark of the last one. A record may
-        come twice, and its chunk be gone."""
+    def come_since(self, mark: str, most: int) -> tuple[list[bytes], str]:
+        """So many records at most that have come since a mark (empty: since ever), and the mark of the last one, to go
+        on with; an empty one says that nothing is left of what was told. A record may come twice, and its chunk be
+        gone."""
 
     def close(self) -> None:
         """End all connections."""
 
 
-def open_place(url: str, timeout_s: float) -> Place:
-    """A place by its URL: `redis://`, `rediss://`, `unix://` or `valkey://` a server, anything else what fsspec knows
-    (`s3://bucket/path`, `gs://`, `file:///path`).
+def is_server(url: str) -> bool:
+    """Whether a URL names a Redis or Valkey server, which itself bounds what it holds."""
+    return urlsplit(url).scheme in SCHEMES
 
-    Args:
-        timeout_s: of one operation, where the client has such a thing.
 
-    Raises:
-        ValueError: the client for it is not installed, or the URL is none.
-    """
-    scheme = urlsplit(url).scheme
-    if not scheme:
-        raise ValueError(f"{url!r} is no URL: give redis://HOST/0 or s3://BUCKET/PATH, for example")
+def check_url(url: str) -> None:
+    """Raise ValueError if there is no place with such a URL, or its client is not installed. Connects to nothing."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        raise ValueError(f"shared tier {url!r}: no URL: give {ALLOWED}")
     try:
-        if scheme in ("redis", "rediss", "unix", "valkey", "valkeys"):
-            return RedisPlace(url, timeout_s)
-        return FilePlace(url)
-    except ImportError as error:
-        raise ValueError(f"{url}: {error}: pip install 'kvgraft[fleet]'") from error
-
-
-class RedisPlace:
-    """A Redis or Valkey server. What does not fit there the server evicts, as it is configured (`maxmemory-policy`)."""
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        import redis
-
-        url = url.replace("valkeys://", "rediss://", 1).replace("valkey://", "redis://", 1)
-        self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-
-    def put(self, key: bytes, record: bytes, data: bytes) -> None:
-        with self._client.pipeline(transaction=True) as pipeline:
-            pipeline.set(_chunk(key), data)
-            pipeline.xadd("kvgraft:records", {"record": record}, maxlen=MAX_RECORDS, approximate=True)
-            pipeline.execute()
-
-    def get(self, key: bytes) -> bytes | None:
-        found: bytes | None = self._client.get(_chunk(key))
-        return found
-
-    def remove(self, key: bytes) -> None:
-        self._client.delete(_chunk(key))
-
-    def come_since(self, mark: str) -> tuple[list[bytes], str]:
-        found = self._client.xrange("kvgraft:records", f"({mark}" if mark else "-", "+")
-        return [fields[b"record"] for _, fields in found], found[-1][0].decode() if found else mark
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class FilePlace:
-    """A directory of any file system that fsspec knows."""
-
-    def __init__(self, url: str) -> None:
+        if is_server(url):
+            RedisPlace(url, "", 1.0).close()
+            return
         import fsspec
 
-        self._files, self._root = fsspec.core.url_to_fs(url)
-        self._root = self._root.rstrip("/")
-
-    def put(self, key: bytes, record: bytes, data: bytes) -> None:
-        self._write(f"chunks/{key.hex()[:2]}/{key.hex()}", data)
-        now = time.time_ns()
-        self._write(f"records/{now // 10**9 // HOUR:08d}/{now:020d}-{key.hex()[:16]}", record)
-
-    def get(self, key: bytes) -> bytes | None:
-        try:
-            found: bytes = self._files.cat_file(f"{self._root}/chunks/{key.hex()[:2]}/{key.hex()}")
-        except FileNotFoundError:
-            return None
-        return found
-
-    def remove(self, key: bytes) -> None:
-        try:
-            self._files.rm_file(f"{self._root}/chunks/{key.hex()[:2]}/{key.hex()}")
-        except FileNotFoundError:
-            return
-
-    def come_since(self, mark: str) -> tuple[list[bytes], str]:
-        """Clocks of two machines may differ: what came in the minute before the mark is told again."""
-        since = f"{max(int(mark or 0) - 60 * 10**9, 0):020d}"
-        first = f"{int(since) // 10**9 // HOUR:08d}"
-        hours = [hour for hour in self._names("records") if hour >= first]
-        names = [f"records/{hour}/{name}" for hour in hours for name in self._names(f"records/{hour}")]
-        new = sorted(name for name in names if name.rpartition("/")[2][:20] > since)
-        if not new:
-            return [], mark
-        found = self._files.cat([f"{self._root}/{name}" for name in new], on_error="omit")
-        return list(found.values()), max(new[-1].rpartition("/")[2][:20], mark)
-
-    def close(self) -> None:
-        """Nothing to do: fsspec keeps what is open."""
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = f"{self._root}/{name}"
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        temporary = f"{path}.{time.time_ns():x}.tmp"
-        self._files.pipe_file(temporary, data)
-        self._files.mv(temporary, path)
-
-    def _names(self, folder: str) -> list[str]:
-        try:
-            found = self._files.ls(f"{self._root}/{folder}", detail=False, refresh=True)
-        except FileNotFoundError:
-            return []
-        names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
-        return [name for name in names if not name.endswith(".tmp")]
+        fsspec.get_filesystem_class(parts.scheme)
+    except ImportError as error:
+        package = "pip install 'kvgraft[fleet]'" if is_server(url) else "install it"
+        raise ValueError(f"shared tier {url!r}: a client is missing: {error}: {package}") from error
+    except ValueError as error:
+        raise ValueError(f"shared tier {_without_password(url)!r}: {error}: allowed are {ALLOWED}") from error
+    if parts.scheme in ("file", "local") and (parts.netloc or not parts.path.startswith("/")):
+        raise ValueError(f"shared tier {url!r}: a directory has three slashes before it: file:///DIR")
 
 
-def _chunk(key: bytes) -> bytes:
-    return b"kvgraft:chunk:" + key
+def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Place:
+    """A place by its URL.
+
+    Args:
+        folder: names there begin with it.
+        timeout_s: of one operation, where the client has such a thing.
+        capacity, quota: of a file system, see `FilePlace`.
+
+    Raises:
+        ValueError: as `check_url`.
+        OSError: a local directory cannot be used.
+    """
+    check_url(url)
+    if is_server(url):
+        return RedisPlace(url, folder, timeout_s)
+    return FilePlace(url, folder, capacity, quota)
+
+
+def _without_password(url: str) -> str:
+    """A URL as it may be shown."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,203 +1,294 @@
 """The tier that several machines share: what one has read the others find."""
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
-
-from kvgraft.segments.store.chunk import Record, nbytes
-from kvgraft.segments.store.files import DIGEST_BYTES, BadPayload, decode, encode
+from kvgraft.segments.store.chunk import KEY_BYTES, Gone, Record, nbytes
+from kvgraft.segments.store.files import BadPayload, decode, encode
+from kvgraft.segments.store.health import Health
 from kvgraft.segments.store.places import Place
+from kvgraft.segments.store.readers import Readers
+from kvgraft.segments.store.seals import Seal, without_source
 from kvgraft.segments.store.writer import Writer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PERIOD_S = 2.0  # between two looks at what has come
-PAUSE_S = 30.0  # for which a place is left alone that failed `PATIENCE` times in a row
-PATIENCE = 3
+PERIOD_S = 1.0  # between two looks at what has come
+START_S = 5.0  # for which the first look is waited for
+FLUSH_S = 10.0  # for which it is waited that all is written
+PAGE = 512  # records that are asked for together
+NEWS = 256  # that are told together: whoever asks has other things to do
+NUM_READERS = 8
+LOOKING, READING, WRITING = "looking", "reading", "writing"  # what is done with a place
+_REMOVED = b"-"  # so begins what is told of a removal; records are JSON
 logger = logging.getLogger("kvgraft")
 
 
 class SharedTier:
     """Chunks in a `Place`. What is put is written later, by a thread; what is asked for and does not come in time is a
-    miss, and so is what was changed on the way: all data is signed.
+    miss, and so is what was changed on the way: all data is signed. Only opening, `fetch`, `flush` and `close` wait for
+    the place, and not for long.
+
+    `_lock` guards what this process knows of the place, and is never held while the place is asked.
 
     Args:
         place: to be used by this object alone.
-        secret: 32 bytes that the servers of a fleet share, by which they know their own data.
-        timeout_s: for which one chunk is waited.
+        secret: 32 bytes that the servers of a fleet have in common: they sign what they put there, and name it.
+        timeout_s: for which `fetch` waits.
         max_backlog_bytes: of what waits to be written.
-        clock: seconds.
-
-    `counts` has `shared_hits` (blocks, by the store), `shared_gone`, `shared_late`, `shared_failed`, `shared_damaged`,
-    `shared_paused` (not asked, since it failed just now), `shared_written` and `shared_backlog`.
     """
 
     hits = "shared_hits"
 
     def __init__(
-        self,
-        place: Place,
-        secret: bytes,
-        *,
-        timeout_s: float = 0.5,
-        max_backlog_bytes: int = 1 << 28,
-        clock: Callable[[], float] = time.monotonic,
+        self, place: Place, secret: bytes, *, timeout_s: float = 0.5, max_backlog_bytes: int = 1 << 28
     ) -> None:
-        if len(secret) != DIGEST_BYTES:
-            raise ValueError(f"the secret has {len(secret)} bytes, must have {DIGEST_BYTES}")
-        self._place, self._secret, self._timeout_s, self._clock = place, secret, timeout_s, clock
+        self._place, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
+        self._seal = Seal(secret)
         self._lock = threading.RLock()
         self._records: dict[bytes, Record] = {}  # what can be asked for
-        self._news: dict[bytes, Record] = {}
+        self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
+        self._news: dict[bytes, Record | Gone] = {}
         self._counts: Counter[str] = Counter()
-        self._failures, self._paused_until, self._mark = 0, 0.0, ""
+        self._health, self._mark = Health("segment store, shared tier"), ""
         self._writer = Writer(max_backlog_bytes)
-        self._readers = ThreadPoolExecutor(4, "kvgraft-shared")
-        self._ended = threading.Event()
+        self._readers = Readers(NUM_READERS, "kvgraft-shared")
+        self._ended, self._looked = threading.Event(), threading.Event()
         self._looker = threading.Thread(target=self._look, name="kvgraft-shared-news", daemon=True)
         self._looker.start()
+        self._looked.wait(START_S)
 
     def __contains__(self, key: bytes) -> bool:
         with self._lock:
-            return key in self._records
+            return key in self._records or key in self._waiting
 
     @property
     def counts(self) -> Counter[str]:
-        """What has happened, by the names above."""
+        """Chunks "shared_written". Those that were asked for, and misses: "shared_gone", "shared_late" (not in time),
+        "shared_failed" (which also counts what was done for no request), "shared_damaged", "shared_foreign",
+        "shared_paused" (not asked for, or not written, as the place has failed). Records "shared_forged": not signed
+        with our secret. Not written: "shared_backlog", "shared_too_large"."""
         with self._lock:
             return self._counts.copy()
 
+    def record(self, key: bytes) -> Record | None:
+        """The record of a chunk that can be asked for."""
+        with self._lock:
+            return self._records.get(key)
+
     def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Write a chunk soon; None, and counted, if it will not be written."""
-        if not self._writer.submit(lambda: self._write(record, stored), nbytes(stored)):
-            self._count("shared_backlog")
-            return None
-        return []
-
-    def get(self, record: Record) -> "dict[str, Tensor] | None":
-        """The stored tensors of a chunk, if they come in time and whole."""
-        if record.key not in self:
-            return None
-        if self._is_paused():
-            self._count("shared_paused")
-            return None
-        asked: Future[bytes | None] = self._readers.submit(self._place.get, record.key)
-        try:
-            data = asked.result(self._timeout_s)
-        except Late:
-            asked.cancel()
-            return self._missed("shared_late")
-        except Exception as error:  # whatever the client raises
-            logger.debug("shared tier: %r", error)
-            return self._missed("shared_failed")
-        self._failures = 0
-        if data is None:
-            self._forget(record.key, "shared_gone")
-            return None
-        try:
-            if data[:DIGEST_BYTES] != self._sign(record.key, data[DIGEST_BYTES:]):
-                raise BadPayload("damaged")
-            return decode(data[DIGEST_BYTES:], record)
-        except BadPayload:
-            self._forget(record.key, "shared_damaged")
+        """Write a chunk soon, if it is not there; None, and counted, if it will not be written."""
+        with self._lock:
+            if record.key in self:
+                return []
+            if self._health.is_paused:
+                self._counts["shared_paused"] += 1
+            elif not self._writer.submit(partial(self._write, record, stored), nbytes(stored)):
+                self._counts["shared_backlog"] += 1
+            else:
+                self._waiting[record.key] = record, stored
+                self._news.pop(record.key, None)
+                return []
             return None
 
-    def touch(self, key: bytes) -> None:
-        """Nothing to do: the place knows what is asked for."""
+    def fetch(self, records: Sequence[Record], asked_at: float | None = None) -> dict[Record, dict[str, "Tensor"]]:
+        """What is stored of chunks, as far as it comes whole and in time.
+
+        Args:
+            records: those that are wanted most first.
+            asked_at: `time.monotonic` when the waiting began; None: now.
+        """
+        deadline = (time.monotonic() if asked_at is None else asked_at) + self._timeout_s
+        with self._lock:
+            arrived = {record: self._waiting[record.key][1] for record in records if self._waits(record)}
+            wanted = [record for record in records if record not in arrived and record.key in self._records]
+        if not wanted:
+            return arrived
+        if self._health.is_paused:
+            self._count("shared_paused", len(wanted))
+            return arrived
+        if time.monotonic() >= deadline:  # for which the place is not to blame
+            self._count("shared_late", len(wanted))
+            return arrived
+        asked = {record: self._readers.submit(partial(self._read, record)) for record in wanted}
+        wait(asked.values(), max(deadline - time.monotonic(), 0.0))
+        answers = {record: _answer_of(future) for record, future in asked.items()}
+        for record, answer in answers.items():
+            if isinstance(answer, dict):
+                arrived[record] = answer
+            else:
+                self._missed(record, answer)
+        silent = [str(answer) for answer in answers.values() if answer in ("shared_late", "shared_failed")]
+        if len(silent) == len(asked):
+            self._health.failed(READING, silent[0])
+        else:
+            self._health.worked(READING)
+        return arrived
 
     def remove(self, key: bytes) -> None:
-        """Forget a chunk, and have it removed soon."""
+        """Forget a chunk now, and have it removed soon, for all who share the place."""
         with self._lock:
-            known = self._records.pop(key, None) is not None
+            waiting, record = self._waiting.pop(key, None), self._records.pop(key, None)
             self._news.pop(key, None)
-        if known:
-            self._writer.submit(lambda: self._attempt(lambda: self._place.remove(key)))
+            record = record or (waiting[0] if waiting else None)
+        if record is not None:
+            told = self._seal.close_record(removal(key, self._id))
+            name = self._seal.name(record)
+            self._writer.submit(lambda: self._erase(name, told))
 
-    def poll(self) -> dict[bytes, Record]:
-        """What others have put there since the last call."""
+    def poll(self) -> dict[bytes, Record | Gone]:
+        """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`: what others have
+        put there or removed, and what could not be written."""
         with self._lock:
-            news, self._news = self._news, {}
-            return news
+            told = dict(list(self._news.items())[:NEWS])
+            for key in told:
+                del self._news[key]
+            return told
 
     def flush(self) -> None:
-        """Wait until all that was put is written, or has failed."""
-        self._writer.flush()
+        """Wait until all that was put is written, or has failed, for 10 s at most."""
+        self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Write all that was put, then let the place go."""
+        """Write all that was put, for 10 s at most, then let the place go."""
+        self._writer.close(FLUSH_S)
         self._ended.set()
-        self._writer.close()
-        self._looker.join()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._looker.join(PERIOD_S)
+        self._readers.close()
         self._place.close()
 
-    def _sign(self, key: bytes, data: bytes) -> bytes:
-        return blake3(key + data, key=self._secret).digest()
+    # What follows needs the lock to be held.
+
+    def _waits(self, record: Record) -> bool:
+        """Whether this very record, not another one of its key, is to be written."""
+        return self._waiting.get(record.key, (None,))[0] is record
+
+    def _forget_all(self) -> None:
+        """Nothing is left there of what was told."""
+        self._news |= dict.fromkeys(self._records, Gone.EVICTED)
+        self._records.clear()
+
+    def _forget_removed(self, key: bytes) -> None:
+        """Another server has removed a chunk everywhere."""
+        self._waiting.pop(key, None)
+        self._records.pop(key, None)
+        self._news[key] = Gone.REMOVED
+
+    # What follows is done by threads of this tier.
+
+    def _read(self, record: Record) -> "dict[str, Tensor] | str":
+        """What is stored of a chunk, or the reason why it is a miss."""
+        name = self._seal.name(record)
+        try:
+            sealed = self._place.get(name)
+            return "shared_gone" if sealed is None else decode(self._seal.open(sealed, name), without_source(record))
+        except BadPayload as bad:
+            return f"shared_{bad.reason}"
+        except Exception as error:  # whatever the client raises
+            logger.debug("segment store, shared tier: %r", error)
+            return "shared_failed"
 
     def _write(self, record: Record, stored: dict[str, "Tensor"]) -> None:
-        if self._is_paused():
-            self._count("shared_backlog")
-            return
-        data = encode(record, stored)
-        signed, told = self._sign(record.key, data) + data, record.encode()
-        if self._attempt(lambda: self._place.put(record.key, self._sign(b"record", told) + told, signed)):
-            with self._lock:
-                self._records[record.key] = record
-            self._count("shared_written")
+        """Write a chunk, unless it was removed, or the place is left alone."""
+        with self._lock:
+            if not self._waits(record):
+                return
+        is_kept = False
+        if self._health.is_paused or self._ended.is_set():
+            self._count("shared_paused")
+        else:
+            is_kept = self._attempt(WRITING, lambda: self._put(record, stored))
+        with self._lock:
+            if self._waits(record):  # or it was removed meanwhile
+                del self._waiting[record.key]
+                if is_kept:
+                    self._records[record.key] = record
+                else:
+                    self._news[record.key] = Gone.EVICTED
+
+    def _put(self, record: Record, stored: dict[str, "Tensor"]) -> bool:
+        name, told = self._seal.name(record), self._seal.close_record(record.encode())
+        is_kept = self._place.put(name, told, self._seal.close(encode(without_source(record), stored), name))
+        self._count("shared_written" if is_kept else "shared_too_large")
+        return is_kept
+
+    def _erase(self, name: str, told: bytes) -> None:
+        self._attempt(WRITING, lambda: self._place.remove(name, told))
 
     def _look(self) -> None:
         """Look what has come, until the end."""
-        while True:
-            if not self._is_paused():
-                self._attempt(self._take_up)
-            if self._ended.wait(PERIOD_S):
-                return
+        while not self._ended.is_set():
+            if not self._health.is_paused:
+                self._attempt(LOOKING, self._take_up)
+            self._looked.set()
+            self._ended.wait(PERIOD_S)
 
-    def _take_up(self) -> None:
-        told, self._mark = self._place.come_since(self._mark)
-        for data in told:
-            if data[:DIGEST_BYTES] != self._sign(b"record", data[DIGEST_BYTES:]):
-                self._count("shared_damaged")
-                continue
-            record = Record.decode(data[DIGEST_BYTES:])
+    def _take_up(self) -> bool:
+        """Take up all that has come."""
+        told: list[bytes] = []
+        while len(told) in (0, PAGE) and not self._ended.is_set():
+            told, mark = self._place.come_since(self._mark, PAGE)
             with self._lock:
-                if record.key not in self._records:
-                    self._records[record.key] = self._news[record.key] = record
-
-    def _attempt(self, act: Callable[[], None]) -> bool:
-        """Do something with the place; what fails is counted."""
-        try:
-            act()
-        except Exception as error:  # whatever the client raises
-            logger.debug("shared tier: %r", error)
-            self._missed("shared_failed")
-            return False
-        self._failures = 0
+                if self._mark and not mark:
+                    self._forget_all()
+            self._mark = mark
+            for data in told:
+                self._take_in(data)
+            if not told:
+                break
         return True
 
-    def _missed(self, reason: str) -> None:
-        self._count(reason)
-        self._failures += 1
-        if self._failures >= PATIENCE:
-            self._paused_until, self._failures = self._clock() + PAUSE_S, 0
-            logger.warning("shared tier: %s, left alone for %.0f s", reason, PAUSE_S)
-
-    def _is_paused(self) -> bool:
-        return self._clock() < self._paused_until
-
-    def _forget(self, key: bytes, reason: str) -> None:
+    def _take_in(self, data: bytes) -> None:
+        """Take notice of a record that has come, which may be one of ours."""
+        try:
+            told = self._seal.open_record(data)
+            record = None if told.startswith(_REMOVED) else Record.decode(told)
+        except (BadPayload, ValueError):
+            self._count("shared_forged")
+            return
         with self._lock:
-            self._records.pop(key, None)
-        self._count(reason)
+            if record is None:
+                if told[len(_REMOVED) : -KEY_BYTES] != self._id:
+                    self._forget_removed(told[-KEY_BYTES:])
+            elif record.key not in self:
+                self._records[record.key] = self._news[record.key] = record
 
-    def _count(self, reason: str) -> None:
+    def _attempt(self, doing: str, act: Callable[[], bool | None]) -> bool:
+        """Do something with the place; what fails is counted."""
+        try:
+            found = act()
+        except Exception as error:  # whatever the client raises
+            self._count("shared_failed")
+            self._health.failed(doing, f"{type(error).__name__}: {error}")
+            return False
+        self._health.worked(doing)
+        return bool(found)
+
+    def _missed(self, record: Record, reason: str) -> None:
+        """A chunk did not come; one of which nothing can be had there is forgotten."""
         with self._lock:
             self._counts[reason] += 1
+            if reason not in ("shared_late", "shared_failed"):
+                self._records.pop(record.key, None)
+
+    def _count(self, reason: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[reason] += number
+
+
+def removal(key: bytes, by: bytes) -> bytes:
+    """What is told of a chunk that is to be removed everywhere, by whom: 8 bytes of which others have other ones."""
+    return _REMOVED + by + key
+
+
+def _answer_of(future: "Future[dict[str, Tensor] | str]") -> "dict[str, Tensor] | str":
+    """What came, or the reason why nothing did; what has not begun will not."""
+    return "shared_late" if future.cancel() or not future.done() else future.result()

@@ -1,8 +1,9 @@
-"""Tiers below device memory for the KV of text that was read: host memory, and a directory that outlasts us."""
+"""Tiers below device memory for the KV of text that was read: host memory, a directory that outlasts us, and a place
+that machines share."""
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,25 +11,29 @@ import numpy as np
 
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store.chunk import Chunk, Payload, Record, StoredBlock
-from kvgraft.segments.store.disk import Gone
+from kvgraft.segments.store.chunk import Chunk, Gone, Payload, Record, StoredBlock
 from kvgraft.segments.store.register import Register
+from kvgraft.segments.store.shared import SharedTier
 from kvgraft.segments.store.tiers import Tiers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Stored = dict[str, Tensor]
+_Found = tuple[Record, int] | None  # a block: of which chunk, and its place there
+
 
 class SegmentStore:
-    """Chunks of KV by content and scope, in host memory and on disk.
+    """Chunks of KV by content and scope, in host memory, on disk, and at a place that machines share.
 
     A *block number* names a stored block until the chunk is gone; what is gone is never mistaken for something else.
     Nothing here fails for a reason that lies in stored data or in the disk: the chunk is gone then, and `counts` says
     why.
 
-    `_lock` guards the register, the tier in host memory and what is counted here; the tier on disk has a lock of its
-    own, which is taken under this one and never the other way. Tiers know nothing of the store: they return what had to
-    go, and the store asks the one on disk what has come and gone (`_look_around`). Only the store tells the register.
+    `_lock` guards the register, the tier in host memory and what is counted here; tiers below have locks of their own,
+    which are taken under this one and never the other way. It is not held while the shared place is asked. Tiers know
+    nothing of the store: they return what had to go, and the store asks those below what has come and gone
+    (`_look_around`). Only the store tells the register.
 
     Args:
         block_size: tokens of a block.
@@ -40,13 +45,15 @@ class SegmentStore:
         chunk_blocks: blocks of a chunk, at most.
         max_backlog_bytes: payload that may wait to be written; more of it stays in host memory only.
         similarity, anchors: of near-duplicates (`SimilarIndex`); None knows identical text only.
+        shared: the tier that machines share, closed with the store; None: there is none.
 
     Attributes:
-        counts: blocks fetched ("ram_hits", "disk_hits") and chunks that were: "stored"; "known" already when they were
-            put; "too_large", "backlog", "non_finite", "write_failed": not kept on disk, or at all; "evicted" from both;
-            gone when they were asked for or the store was opened: "missing", "damaged", "foreign"; "unusable": cut into
-            other blocks. What was found on opening: "orphans", "temporaries", "catalogue_damaged". "catalogue_failed":
-            errors of the catalogue in use.
+        counts: blocks fetched ("ram_hits", "disk_hits", "shared_hits") and chunks that were: "stored"; "known" already
+            when they were put; "too_large", "backlog", "non_finite", "write_failed": not kept on disk, or at all;
+            "evicted" from all tiers; gone when they were asked for or the store was opened: "missing", "damaged",
+            "foreign"; "unusable": cut into other blocks. What was found on opening: "orphans", "temporaries",
+            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins with "shared_":
+            see `SharedTier.counts`.
 
     Raises:
         ValueError: a number is out of range, or one of directory and disk_bytes is given without the other.
@@ -66,6 +73,7 @@ class SegmentStore:
         max_backlog_bytes: int = 1 << 30,
         similarity: Similarity | None = None,
         anchors: Iterable[Sequence[int]] = (),
+        shared: SharedTier | None = None,
     ) -> None:
         if (directory is None) != (disk_bytes == 0):
             raise ValueError(f"directory {directory}, disk_bytes {disk_bytes}: both or neither")
@@ -77,8 +85,9 @@ class SegmentStore:
         self._closed = False
         self._register = Register(block_size, chunk_blocks, similarity, anchors)
         self._appeared: dict[bytes, Record] = {}  # of what can be found, what nobody has been told yet
-        self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes)
-        self._look_around()
+        self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes, shared)
+        while self._look_around():
+            pass  # it tells some at a time
 
     def __enter__(self) -> "SegmentStore":
         return self
@@ -111,7 +120,8 @@ class SegmentStore:
         return self._tiers.disk.nbytes if self._tiers.disk else 0
 
     def put(self, chunk: Chunk, payload: Payload) -> bool:
-        """Keep a chunk; its file is written later. A known one counts as used, and is written if it was not.
+        """Keep a chunk; its file is written later. A known one counts as used, and is written where it was not; one
+        that is known from the shared tier only is kept here, too.
 
         Args:
             payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they are copied.
@@ -128,7 +138,8 @@ class SegmentStore:
         with self._lock:
             self._look_around()
             known = self._register.get(chunk.key)
-            if known is not None and (self.int8 or not known.int8):
+            is_better = known is not None and known.int8 and not self.int8
+            if known is not None and not is_better and self._tiers.is_near(chunk.key):
                 self._counts["known"] += 1
                 self._tiers.touch(known.key)
                 self._tiers.write_missing(known)
@@ -140,7 +151,7 @@ class SegmentStore:
                 self._counts["non_finite"] += 1
             return False
         with self._lock:
-            if known is not None:
+            if is_better:
                 self._drop(chunk.key)  # the same as int8
             evicted = self._tiers.put(record, stored)
             if evicted is None:
@@ -194,17 +205,23 @@ class SegmentStore:
 
     def fetch(self, blocks: Sequence[int], *scopes: bytes) -> list[StoredBlock | None]:
         """The blocks of these numbers, None for each that is gone or of none of these scopes. Each chunk is read
-        once."""
-        with self._lock:
-            self._look_around(others=False)
-            return self._fetch([self._register.find(block, *scopes) for block in blocks])
+        once. Waits for the shared tier as `SharedTier.fetch` does."""
+        return self._fetch_all(lambda: [self._register.find(block, *scopes) for block in blocks], None)
 
-    def fetch_from(self, places: Sequence[tuple[bytes, int]]) -> list[StoredBlock | None]:
-        """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks."""
-        with self._lock:
-            self._look_around(others=False)
+    def fetch_from(
+        self, places: Sequence[tuple[bytes, int]], asked_at: float | None = None
+    ) -> list[StoredBlock | None]:
+        """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks.
+
+        Args:
+            asked_at: `time.monotonic` when the waiting began; None: now.
+        """
+
+        def find() -> list[_Found]:
             records = [(self._register.get(key), place) for key, place in places]
-            return self._fetch([(r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records])
+            return [(r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records]
+
+        return self._fetch_all(find, asked_at)
 
     def record(self, key: bytes) -> Record | None:
         """The record of a chunk that can be found."""
@@ -226,37 +243,50 @@ class SegmentStore:
             self._drop(key)
 
     def flush(self) -> None:
-        """Wait until all that was put is written."""
-        if self._tiers.disk and not self._closed:
+        """Wait until all that was put is written; for the shared tier 10 s at most."""
+        if not self._closed:
             self._tiers.flush()
             with self._lock:
                 self._look_around()
 
     def close(self) -> None:
-        """Write all that was put, then let the directory go. Nothing can be put or fetched any more."""
+        """Write all that was put, then let directory and shared place go. Nothing can be put or fetched any more."""
         if not self._closed:
-            self.flush()
+            if self._tiers.disk:
+                self._tiers.disk.flush()
+            with self._lock:
+                self._look_around(others=False)
             self._tiers.close()
             self._closed = True
 
+    def _fetch_all(self, find: Callable[[], list[_Found]], asked_at: float | None) -> list[StoredBlock | None]:
+        """The blocks that are found; the lock is not held while what only the shared tier has is on its way."""
+        with self._lock:
+            self._look_around(others=False)
+            far = self._tiers.far(held[0] for held in find() if held is not None)
+        arrived = self._tiers.shared.fetch(far, asked_at) if far and self._tiers.shared else {}
+        with self._lock:
+            self._look_around(others=False)
+            return self._fetch(find(), arrived)
+
     # What follows needs the lock to be held.
 
-    def _fetch(self, wanted: Sequence[tuple[Record, int] | None]) -> list[StoredBlock | None]:
+    def _fetch(self, wanted: Sequence[_Found], arrived: "Mapping[Record, Stored]") -> list[StoredBlock | None]:
         blocks: list[StoredBlock | None] = [None] * len(wanted)
         by_key: dict[bytes, list[tuple[int, Record, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
                 by_key.setdefault(held[0].key, []).append((at, *held))
         for key in sorted(by_key, key=lambda key: key not in self._tiers.memory):  # before it is pushed out
-            if (stored := self._load(by_key[key][0][1], len(by_key[key]))) is not None:
+            if (stored := self._load(by_key[key][0][1], len(by_key[key]), arrived)) is not None:
                 for at, record, place in by_key[key]:
                     blocks[at] = record.block(stored, place)
         return blocks
 
-    def _load(self, record: Record, num_blocks: int) -> "dict[str, Tensor] | None":
+    def _load(self, record: Record, num_blocks: int, arrived: "Mapping[Record, Stored]") -> "Stored | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
         self._tiers.touch(record.key)
-        stored, evicted = self._tiers.get(record, num_blocks)
+        stored, evicted = self._tiers.get(record, num_blocks, arrived)
         self._left(evicted)
         if stored is None and record.key not in self._tiers:
             self._forget(record.key)
@@ -271,29 +301,32 @@ class SegmentStore:
 
     def _drop(self, key: bytes) -> None:
         self._forget(key)
-        if self._tiers.disk:
-            self._tiers.disk.remove(key)
+        self._tiers.remove(key)
 
     def _forget(self, key: bytes) -> None:
-        """Forget a chunk, whatever lies on disk."""
+        """Forget a chunk, whatever lies below."""
         self._tiers.memory.remove(key)
         self._register.remove(key)
         self._appeared.pop(key, None)
 
-    def _look_around(self, *, others: bool = True) -> None:
-        """Take notice of what has come to the disk and gone from it, before anything else is done (`DiskTier.poll`)."""
+    def _look_around(self, *, others: bool = True) -> bool:
+        """Take notice of what has come to the tiers below and gone from them, before anything else is done
+        (`Tiers.poll`); whether there was anything."""
         if self._closed:
             raise ValueError("the segment store is closed")
-        for key, news in self._tiers.poll(others=others).items():
+        told = self._tiers.poll(others=others)
+        for key, news in told.items():
             if news is Gone.EVICTED:
                 self._left([key])
                 continue
             self._forget(key)
-            if isinstance(news, Record) and self._register.can_hold(news.chunk):
-                self._register.add(news)
-                self._appeared[key] = news
-            elif isinstance(news, Record):
+            found = self._tiers.removed(key) if news is Gone.REMOVED else news
+            if isinstance(found, Record) and self._register.can_hold(found.chunk):
+                self._register.add(found)
+                self._appeared[key] = found
+            elif isinstance(found, Record):
                 self._counts["unusable"] += 1
+        return bool(told)
 
     def _check_known(self, key: bytes) -> None:
         self._look_around(others=False)

@@ -1,15 +1,18 @@
-"""The tiers of a store as one: host memory and, below it, the disk, where others may come and go."""
+"""The tiers of a store as one: host memory; below it the disk and a place that machines share, where others come and
+go."""
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import CatalogueDamaged
-from kvgraft.segments.store.chunk import Record
-from kvgraft.segments.store.disk import DiskTier, Gone
+from kvgraft.segments.store.chunk import Gone, Record
+from kvgraft.segments.store.disk import DiskTier
 from kvgraft.segments.store.memory import MemoryTier
+from kvgraft.segments.store.shared import SharedTier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,79 +23,127 @@ class Tiers:
     host memory. It has no lock, as `MemoryTier`.
 
     Args:
-        disk: None: host memory only.
+        disk, shared: None: there is no such tier.
     """
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None) -> None:
-        self.memory, self.disk = memory, disk
-        self._all: list[MemoryTier | DiskTier] = [memory] if disk is None else [memory, disk]
+    def __init__(self, memory: MemoryTier, disk: DiskTier | None, shared: SharedTier | None) -> None:
+        self.memory, self.disk, self.shared = memory, disk, shared
+        self._below = [tier for tier in (disk, shared) if tier is not None]
+        self._near = [tier for tier in (memory, disk) if tier is not None]
         self._counts: Counter[str] = Counter()
 
     @classmethod
     def open(
-        cls, ram_bytes: int, directory: Path | None, disk_bytes: int, quota: float, max_backlog_bytes: int
+        cls,
+        ram_bytes: int,
+        directory: Path | None,
+        disk_bytes: int,
+        quota: float,
+        max_backlog_bytes: int,
+        shared: SharedTier | None,
     ) -> "Tiers":
         """See `SegmentStore` for the arguments, and for what it raises."""
         memory = MemoryTier(Budget(ram_bytes, quota))
         if directory is None:
-            return cls(memory, None)
+            return cls(memory, None, shared)
         try:
-            return cls(memory, DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes))
+            return cls(memory, DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes), shared)
         except (CatalogueDamaged, sqlite3.Error) as error:
             raise CatalogueDamaged(f"the catalogue of {directory} cannot be used: {error}") from error
 
     def __contains__(self, key: bytes) -> bool:
-        return any(key in tier for tier in self._all)
+        return any(key in tier for tier in (self.memory, *self._below))
 
     @property
     def counts(self) -> Counter[str]:
-        """Blocks that were served, by tier; what was refused; and what the disk counts."""
-        return self._counts + (self.disk.counts if self.disk else Counter())
+        """Blocks that were served, by tier; what was refused; and what the tiers below count."""
+        return sum((tier.counts for tier in self._below), self._counts)
 
     def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
         """Keep a chunk; the keys of those that had to leave a tier for it, or None, counted, if no tier takes it."""
-        evicted = [tier.put(record, stored) for tier in self._all]
+        evicted = [tier.put(record, stored) for tier in (self.memory, *self._below)]
         if all(keys is None for keys in evicted):
-            if self.disk is None:  # which has counted it
+            if not self._below:  # which have counted it
                 self._counts["too_large"] += 1
             return None
         return [key for keys in evicted for key in keys or ()]
 
     def write_missing(self, record: Record) -> None:
-        """Write a chunk that is in host memory only."""
-        if self.disk and record.key not in self.disk and (stored := self.memory.get(record)) is not None:
-            self.disk.put(record, stored)
+        """Write a chunk that is in host memory to where it is not."""
+        missing = [tier for tier in self._below if record.key not in tier]
+        if missing and (stored := self.memory.get(record)) is not None:
+            for tier in missing:
+                tier.put(record, stored)
 
-    def get(self, record: Record, num_blocks: int) -> tuple["dict[str, Tensor] | None", list[bytes]]:
+    def get(
+        self, record: Record, num_blocks: int, arrived: Mapping[Record, dict[str, "Tensor"]]
+    ) -> tuple["dict[str, Tensor] | None", list[bytes]]:
         """What is stored of a chunk, of which so many blocks are wanted, and the keys of those that had to leave host
-        memory for it."""
-        for tier in self._all:
+        memory for it.
+
+        Args:
+            arrived: what has come from the shared tier, by `SharedTier.fetch`.
+        """
+        for tier in self._near:
             if (stored := tier.get(record)) is not None:
                 self._counts[tier.hits] += num_blocks
-                evicted = None if tier is self.memory else self.memory.put(record, stored)
-                return stored, evicted or []
+                return stored, [] if tier is self.memory else self.memory.put(record, stored) or []
+        if record in arrived:
+            self._counts[SharedTier.hits] += num_blocks
+            return arrived[record], self.memory.put(record, arrived[record]) or []
         return None, []
 
+    def far(self, records: Iterable[Record]) -> list[Record]:
+        """Those that only the shared tier has."""
+        keys = {record.key: record for record in records}
+        if self.shared is None:
+            return []
+        return [record for key, record in keys.items() if key in self.shared and not self.is_near(key)]
+
+    def is_near(self, key: bytes) -> bool:
+        """Whether a tier of this machine has a chunk."""
+        return any(key in tier for tier in self._near)
+
     def touch(self, key: bytes) -> None:
-        """Note that a chunk was used; one that is not here is no error."""
-        for tier in self._all:
+        """Note that a chunk was used; one that is not here is no error. The shared place knows what it is asked for."""
+        for tier in self._near:
             tier.touch(key)
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Whether a chunk that is here is never evicted: on disk, if it is there."""
+        """Whether a chunk that is here is never evicted: on disk, if it is there. The shared place knows no such
+        thing."""
         tier = self.disk if self.disk and key in self.disk else self.memory
         tier.pin(key, pinned)
 
+    def remove(self, key: bytes) -> None:
+        """Have a chunk removed everywhere."""
+        for tier in (self.memory, *self._below):
+            tier.remove(key)
+
     def poll(self, *, others: bool) -> dict[bytes, Record | Gone]:
-        """See `DiskTier.poll`."""
-        return self.disk.poll(others=others) if self.disk else {}
+        """See `DiskTier.poll`. What has come to the shared tier is no news if it is here already."""
+        news = self.disk.poll(others=others) if self.disk else {}
+        if self.shared and others:
+            for key, what in self.shared.poll().items():
+                is_known = key in news if what is Gone.EVICTED else self.is_near(key)
+                if what is Gone.REMOVED or not is_known:
+                    news[key] = what
+        return news
+
+    def removed(self, key: bytes) -> Record | None:
+        """Another process has removed a chunk, from the disk or from the shared place: what the latter still has, to
+        be found there."""
+        found = self.shared.record(key) if self.shared else None
+        if self.shared and self.disk and found is None:
+            self.disk.remove(key)
+        return found
 
     def flush(self) -> None:
-        """Wait until all that was put is written."""
-        if self.disk:
-            self.disk.flush()
+        """Wait until all that was put is written; for the shared tier 10 s at most."""
+        for tier in self._below:
+            tier.flush()
 
     def close(self) -> None:
-        """Write all that was put, then let the directory go."""
-        if self.disk:
-            self.disk.close()
+        """Write all that was put, then let directory and shared place go."""
+        for tier in self._below:
+            tier.close()

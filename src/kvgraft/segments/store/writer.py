@@ -36,17 +36,17 @@ class Writer:
             self._changed.notify_all()
             return True
 
-    def flush(self) -> None:
-        """Wait until every job is done."""
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every job is done, so long at most."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs)
+            self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
-    def close(self) -> None:
-        """Do what waits, then end."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Do what waits, then end; after so long without waiting for it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:

@@ -32,10 +32,11 @@ class Load:
 
 @dataclass
 class StoreOrders:
-    """Scheduler to the workers' stores."""
+    """Scheduler to the workers' stores; `look`: it waits for what other servers have put into them."""
 
     keeps: list[Keep] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    look: bool = False
 
 
 @dataclass
@@ -47,6 +48,7 @@ class StoreReport:
         read: keys of chunks whose blocks it does not need any more.
         loaded: number of a load, and which of its blocks have come back.
         ready: it has said all that it held when it was opened.
+        looked: it was asked to look what others have put there, and has said it.
         counts: what `SegmentStore.counts` has grown by.
     """
 
@@ -54,6 +56,7 @@ class StoreReport:
     read: list[bytes] = field(default_factory=list)
     loaded: list[tuple[int, list[bool]]] = field(default_factory=list)
     ready: bool = False
+    looked: bool = False
     counts: Counter[str] = field(default_factory=Counter)
 
 

@@ -81,7 +81,9 @@ class SchedulerSide:
         share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.frozen_capacity, share)
         self.known = Planner(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
-        self.stored = StoreScheduler(self.known, self._num_ranks) if self.settings.store else None
+        is_shared = self.settings.store_shared is not None
+        has_store = self.settings.store is not None
+        self.stored = StoreScheduler(self.known, self._num_ranks, is_shared=is_shared) if has_store else None
         self._early_reports = EarlyReports(self.known)
         self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
         self._discovery = Discovery(self._hiding)

@@ -1,6 +1,7 @@
 """Beside the scheduler: what lies in the tiers below vLLM's blocks, what goes there, and what is brought back."""
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +16,18 @@ from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrder
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 
+FRESH_S = 1.0  # for which what a step has told of a shared tier is news
+
 
 class StoreScheduler:
     """The scheduler's view of the workers' stores. It may lag behind them: what is gone is a miss, and then forgotten.
 
     Args:
         known: what is in vLLM's blocks; what comes back becomes known there.
+        is_shared: other servers put chunks there; a prompt that arrives after a pause waits a step for what these are.
     """
 
-    def __init__(self, known: Planner, num_ranks: int) -> None:
+    def __init__(self, known: Planner, num_ranks: int, *, is_shared: bool = False) -> None:
         self.known = known
         self._register = Register(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
@@ -34,6 +38,7 @@ class StoreScheduler:
         self._keeping: dict[bytes, list[int]] = {}  # blocks that are held until they have been read
         self._loading: dict[int, tuple[Load, list[_Coming], np.ndarray]] = {}
         self._num_loads = 0
+        self._is_shared, self._looks, self._stepped_at = is_shared, False, time.monotonic()
 
     def __len__(self) -> int:
         """Chunks that are stored."""
@@ -58,7 +63,8 @@ class StoreScheduler:
         """Whether a prompt should wait for blocks that are being brought back; asks once, for as many as fit."""
         if state.load is not None:
             return state.load in self._loading
-        if len(self._ready) < self._num_ranks:
+        self._looks |= self._is_shared and time.monotonic() - self._stepped_at > FRESH_S
+        if self._looks or len(self._ready) < self._num_ranks:
             return True
         wanted, hashes = self._wanted(state, num_prefix, grafts)
         scopes = state.offer.scope, *state.shared
@@ -75,6 +81,7 @@ class StoreScheduler:
     def take_orders(self) -> StoreOrders:
         """What the workers are to do in this step."""
         orders, self._orders = self._orders, StoreOrders()
+        orders.look, self._stepped_at = self._looks, time.monotonic()
         return orders
 
     def on_report(self, rank: int, report: StoreReport) -> None:
@@ -84,6 +91,8 @@ class StoreScheduler:
         for record in report.records:
             if self._is_done(b"record" + record.key, rank):
                 self._register.add(record)
+        if report.looked and self._is_done(b"look", rank):
+            self._looks = False
         for key in report.read:
             if self._is_done(b"read" + key, rank):
                 self.known.pool.release(self._keeping.pop(key))

@@ -1,11 +1,11 @@
 """In each worker: its store of what leaves vLLM's blocks, read and written beside the steps."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvgraft.segments.store import StoredBlock, StoreOptions
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 
+NUM_READERS = 4  # prompts that wait for the shared tier together; the disk is read by one at a time
 logger = logging.getLogger("kvgraft")
 Fetched = list[StoredBlock | None]
 
@@ -23,27 +24,30 @@ class StoreWorker:
     """This rank's store.
 
     Args:
-        options: where it is; each of several ranks has a directory of its own in there.
+        options: where it is; each of several ranks has a part of that of its own.
     """
 
     def __init__(self, host: ModelHost, options: StoreOptions, rank: int, num_ranks: int) -> None:
         self._host = host
-        if options.directory is not None and num_ranks > 1:
-            options = replace(options, directory=Path(options.directory) / f"rank-{rank}")
+        if num_ranks > 1:
+            options = replace(options, rank=rank)
         self._store = options.open(host.block_size, chunk_blocks=CHUNK_BLOCKS)
-        self._reader = ThreadPoolExecutor(1, "kvgraft-store")
+        self._reader = ThreadPoolExecutor(NUM_READERS, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
         self._told: Counter[str] = Counter()
         self._report: StoreReport | None = StoreReport(records=self._store.take_appeared(), ready=True)
 
     def step(self, orders: StoreOrders) -> None:
         """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its
-        blocks. Tell what other servers have put into the directory."""
+        blocks. Tell what other servers have put there."""
         if appeared := self._store.take_appeared():
             self._reported.records += appeared
+        if orders.look:
+            self._reported.looked = True
         for keep in orders.keeps:
             self._keep(keep)
-        self._loads += [(load, self._reader.submit(self._store.fetch_from, load.places)) for load in orders.loads]
+        for load in orders.loads:
+            self._loads.append((load, self._reader.submit(self._store.fetch_from, load.places, time.monotonic())))
         for load, future in [pair for pair in self._loads if pair[1].done()]:
             if (error := future.exception()) is not None:
                 logger.warning("segment store: a load failed, and is a miss: %r", error)
@@ -60,7 +64,7 @@ class StoreWorker:
         return report
 
     def close(self) -> None:
-        """Write everything, and let the directory go."""
+        """Write everything, and let directory and shared place go."""
         self._reader.shutdown()
         self._store.close()
 

@@ -115,6 +115,14 @@ _PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one 
     ("store-ram-gib", float, "Host memory for exact blocks that vLLM reclaims."),
     ("store-disk-gib", float, "Size of the store's directory."),
     ("store-quota", float, "Share of the store that one namespace may take."),
+    (
+        "store-shared",
+        str,
+        "Place that machines share: redis://HOST:6379/0, valkey://, s3://BUCKET/PATH, file:///DIR; it needs "
+        "KVGRAFT_CACHE_SECRET, the same for all of them.",
+    ),
+    ("store-shared-timeout", float, "Seconds for which a prompt waits for it."),
+    ("store-shared-gib", float, "Size of a shared directory."),
 )
 
 
@@ -292,8 +300,8 @@ def _head_map(args: Namespace) -> Path:
 
 
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
-    for name in (f"{_PREFIX}flow", f"{_PREFIX}store_dir", f"{_PREFIX}store_ram_gib", f"{_PREFIX}residual_layers"):
-        if getattr(args, name) is not None:
+    for name in ("flow", "store_dir", "store_ram_gib", "store_shared", "residual_layers"):
+        if getattr(args, name := f"{_PREFIX}{name}") is not None:
             yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all heads for alike"
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"

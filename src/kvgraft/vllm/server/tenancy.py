@@ -5,11 +5,10 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvgraft.segments.store.files import private_directory, write_file
+from kvgraft.segments.store.secret import SECRET_BYTES, derive, find_secret
 from kvgraft.vllm.options import labelled
 from kvgraft.vllm.server.keys import Keys
 
@@ -98,14 +97,16 @@ class Salts:
     """The cache keys of one server process, which nobody can guess.
 
     Args:
-        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing to another process.
+        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing to another process,
+            unless `KVGRAFT_CACHE_SECRET` is set, which comes first in any case.
 
     Raises:
+        ValueError: the variable has no secret.
         OSError: the directory cannot be used; PermissionError if others may read it.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._secret = secrets.token_bytes(32) if directory is None else _lasting_secret(directory)
+        self._secret = derive(find_secret(directory) or secrets.token_bytes(SECRET_BYTES), "cache keys")
 
     def of(self, tenant: Tenant, namespace: str = "", cache_salt: str | None = None) -> str:
         """The key under which a tenant's content is cached, narrowed by what the client chose, 64 hex digits; behind it
@@ -118,22 +119,6 @@ class Salts:
     def nobody(self) -> str:
         """A key that is never given out again, for a request without an owner: it shares nothing."""
         return secrets.token_hex(32)
-
-
-def _lasting_secret(directory: Path) -> bytes:
-    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there only when whole."""
-    path = private_directory(directory) / "secret"
-    if not path.exists():
-        temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
-        write_file(temporary, secrets.token_bytes(32))
-        with suppress(FileExistsError):
-            path.hardlink_to(temporary)
-        temporary.unlink()
-    if len(secret := path.read_bytes()) != 32:
-        raise PermissionError(
-            f"{path} has {len(secret)} bytes, not 32: remove it, and nothing that is stored is found again"
-        )
-    return secret
 
 
 def shown_key(authorization: str | None, *, basic: bool) -> str | None:

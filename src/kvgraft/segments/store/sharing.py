@@ -1,0 +1,46 @@
+"""Where a tier that machines share is, before it is opened."""
+
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from kvgraft.segments.store.chunk import Record
+from kvgraft.segments.store.places import Place, open_place
+from kvgraft.segments.store.seals import Seal
+from kvgraft.segments.store.shared import SharedTier, removal
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A shared tier that is still to be opened.
+
+    Attributes:
+        url: see `open_place`.
+        secret: 32 bytes that the servers of a fleet have in common.
+        rank: of several, each of which has a part of the place of its own; None: there is one.
+        timeout_s: for which one prompt waits, however much of it is asked for.
+        capacity, quota: of a file system, see `FilePlace`.
+    """
+
+    url: str
+    secret: bytes = field(repr=False)
+    rank: int | None
+    timeout_s: float
+    capacity: int
+    quota: float
+
+    def open(self) -> "SharedTier":
+        """The tier; see `open_place` for what it raises. A place that cannot be reached is no error."""
+        return SharedTier(self._place(), self.secret, timeout_s=self.timeout_s)
+
+    def remove(self, records: Iterable[Record]) -> None:
+        """Remove chunks for all who share the place, as its operator. Raises whatever the place's client raises."""
+        seal = Seal(self.secret)
+        with closing(self._place()) as place:
+            for record in records:
+                place.remove(seal.name(record), seal.close_record(removal(record.key, os.urandom(8))))
+
+    def _place(self) -> Place:
+        folder = "" if self.rank is None else f"rank-{self.rank}"
+        return open_place(self.url, folder, self.timeout_s, self.capacity, self.quota)
