@@ -188,7 +188,7 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
 
 def routing_times(found: Sequence[Any], part: str) -> tuple[float, float] | None:
     """Mean and P99 of a histogram in milliseconds; None if there was nothing."""
-    name = "kvgraft_fleet:routing_seconds"
+    name = "kvgraft:fleet_routing_seconds"
     mine = [sample for sample in found if sample.name.startswith(name) and sample.labels.get("part") == part]
     [count, total] = [sum(s.value for s in mine if s.name == f"{name}_{kind}") for kind in ("count", "sum")]
     if not count:

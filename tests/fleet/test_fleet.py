@@ -138,7 +138,7 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
             assert ask(client, corpus.prompt(number)).status == 200
     time.sleep(2.0)  # for the store
     before = fleet.wait_for(2)
-    failed_before = fleet.total("kvgraft_fleet:failed_total", at="2")
+    failed_before = fleet.total("kvgraft:fleet_failed_total", at="2")
 
     def send(number: int) -> Asked:
         with fleet.http() as own:
@@ -150,7 +150,7 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
         os.kill(before[0][what], signal.SIGKILL)
         found = [answer.result() for answer in answers]
     assert [answer.status for answer in found] == [200] * 60  # what had sent nothing on was tried again
-    assert fleet.total("kvgraft_fleet:failed_total", at="2") == failed_before
+    assert fleet.total("kvgraft:fleet_failed_total", at="2") == failed_before
     assert sum(answer.text == answer.right for answer in found) >= 58
     assert all(answer.reused for answer in found)  # what the dead one knew lies in the store
 

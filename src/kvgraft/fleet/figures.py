@@ -15,23 +15,23 @@ class Figures:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.routed = Counter(
-            "kvgraft_fleet:routed",
+            "kvgraft:fleet_routed",
             "Requests by what they were routed by: text, load, error (by load, too).",
             ["by"],
             registry=self.registry,
         )
         self.routing = Histogram(
-            "kvgraft_fleet:routing_seconds",
+            "kvgraft:fleet_routing_seconds",
             "Time to find the fingerprints of a prompt, and to rank the servers: fingerprints, ranking.",
             ["part"],
             buckets=SECONDS,
             registry=self.registry,
         )
         self.known = Counter(
-            "kvgraft_fleet:known_tokens", "Prompt tokens expected to be there.", registry=self.registry
+            "kvgraft:fleet_known_tokens", "Prompt tokens expected to be there.", registry=self.registry
         )
         self.failed = Counter(
-            "kvgraft_fleet:failed",
+            "kvgraft:fleet_failed",
             "Requests whose server failed: at attempt 1 (it was tried again), 2, or within a stream.",
             ["at"],
             registry=self.registry,

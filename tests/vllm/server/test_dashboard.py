@@ -11,6 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
+from kvgraft.fleet.figures import Figures
 from kvgraft.vllm.server.guard_metrics import GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
@@ -31,14 +32,15 @@ class Exported:
 
 
 def exported() -> dict[str, Exported]:
-    """All metrics: those of the engine, and those of the API server, by the names of their series."""
+    """All metrics: of the engine, of the API server, and of a fleet, by the names of their series."""
     engine = {
         name: Exported(one.kind.__name__.lower(), frozenset(SERVER_LABELS | ({one.label} - {""})))
         for name, one in METRICS.items()
     }
+    fleet = [one for name, one in vars(Figures()).items() if name != "registry"]
     return engine | {
         one._name + ("_total" if one._type == "counter" else ""): Exported(one._type, frozenset(one._labelnames))
-        for one in vars(GuardMetrics()).values()
+        for one in (*vars(GuardMetrics()).values(), *fleet)
     }
 
 
