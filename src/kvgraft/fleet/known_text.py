@@ -4,11 +4,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import numpy as np
 
 ROWS = 1 << 20  # of a table; a row is what is told of a fingerprint, so that 2^44 different ones look alike
 GRACE = 10.0  # seconds for which a server is taken to hold what was sent to it, whatever it says
+
+Server = TypeVar("Server", bound=Hashable)  # what names one
 
 
 def pack(values: np.ndarray) -> bytes:
@@ -29,7 +32,7 @@ def unpack(sketch: bytes) -> np.ndarray:
     return rows
 
 
-class KnownText:
+class KnownText(Generic[Server]):
     """Which servers hold which fingerprints. It may take one for another, as hash tables do: with n fingerprints of a
     server it says so wrongly of one in ROWS / n.
 
@@ -39,26 +42,26 @@ class KnownText:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._columns: dict[Hashable, int] = {}  # by server
+        self._columns: dict[Server, int] = {}  # by server
         self._free: list[int] = []
-        self._held: dict[Hashable, np.ndarray] = {}  # rows by server, as it says
-        self._sent: dict[Hashable, deque[tuple[float, np.ndarray]]] = {}  # until when, and which rows
-        self._drawn: dict[Hashable, np.ndarray] = {}  # rows with its bit
+        self._held: dict[Server, np.ndarray] = {}  # rows by server, as it says
+        self._sent: dict[Server, deque[tuple[float, np.ndarray]]] = {}  # until when, and which rows
+        self._drawn: dict[Server, np.ndarray] = {}  # rows with its bit
         self._bits = np.zeros((ROWS, 0), np.uint8)  # bytes of eight servers
 
     @property
-    def servers(self) -> list[Hashable]:
+    def servers(self) -> list[Server]:
         """Those that are known, in the order of `where`."""
         return list(self._columns)
 
-    def update(self, server: Hashable, sketch: bytes) -> None:
+    def update(self, server: Server, sketch: bytes) -> None:
         """A server has said what it holds. ValueError if that is no sketch; then nothing changes."""
         rows = unpack(sketch)
         self.add_server(server)
         self._held[server] = rows
         self._draw(server)
 
-    def add_server(self, server: Hashable) -> None:
+    def add_server(self, server: Server) -> None:
         """A server that may hold something; nothing by now."""
         if server in self._columns:
             return
@@ -70,7 +73,7 @@ class KnownText:
         self._held[server], self._sent[server] = np.zeros(0, np.int64), deque()
         self._drawn[server] = self._held[server]
 
-    def remove_server(self, server: Hashable) -> None:
+    def remove_server(self, server: Server) -> None:
         """A server is gone, with all that it held."""
         if server in self._columns:
             self._held[server], self._sent[server] = np.zeros(0, np.int64), deque()
@@ -78,7 +81,7 @@ class KnownText:
             self._free.append(self._columns.pop(server))
             del self._held[server], self._sent[server], self._drawn[server]
 
-    def sent(self, server: Hashable, values: np.ndarray) -> None:
+    def sent(self, server: Server, values: np.ndarray) -> None:
         """Text with these fingerprints uint64 [n] was sent to a server, which will say so itself some time later."""
         rows = (values % np.uint64(ROWS)).astype(np.int64)
         self._sent[server].append((self._clock() + GRACE, rows))
@@ -92,7 +95,7 @@ class KnownText:
         known: np.ndarray = found[:, list(self._columns.values())].T.astype(bool)
         return known
 
-    def _draw(self, server: Hashable) -> None:
+    def _draw(self, server: Server) -> None:
         """Set the bits of a server, and no others in its column."""
         column, sent, now = self._columns[server], self._sent[server], self._clock()
         while sent and sent[0][0] < now:

@@ -2,17 +2,18 @@
 
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
-from kvgraft.fleet.known_text import KnownText
+from kvgraft.fleet.known_text import KnownText, Server
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
 
 SILENCE = 30.0  # seconds after which what a server said counts no longer
+HEARTBEAT = 10.0  # seconds after which a server says something new, even if nothing has changed
 IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, and one request more
 
 
@@ -25,6 +26,7 @@ class Report:
         waiting_s: seconds of prefill that wait there.
         costs: of its model on its machine; `work`: share of what is grafted that its policy computes.
         bytes_per_token: of the text that it reads.
+        beat: another number every `HEARTBEAT` seconds, so that it is heard.
     """
 
     text: bytes
@@ -33,6 +35,7 @@ class Report:
     costs: Costs = TOKENS
     work: float = WORK
     bytes_per_token: float = BYTES_PER_TOKEN
+    beat: int = 0
 
     def as_stats(self) -> dict[str, Any]:
         """As numbers, texts and bytes."""
@@ -45,27 +48,27 @@ class Report:
 
 
 @dataclass
-class _Server:
+class _State:
     report: Report
     heard: float  # when
     free_at: float  # when all prompts that were sent there will have been read, as far as can be told
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """Servers for a prompt, the best first; what is expected of the best, in seconds and tokens.
+class Ranked(Generic[Server]):
+    """Servers for a prompt, the best first.
 
     Attributes:
+        known_tokens: of the prompt, expected to be at the best.
         informed: whether anything was known of the servers; else they are in no order but that of their load.
     """
 
-    servers: list[Hashable]
-    prefill_s: float
+    servers: list[Server]
     known_tokens: float
     informed: bool
 
 
-class Ranking:
+class Ranking(Generic[Server]):
     """Ranks the servers of a fleet for one prompt after the other. For one thread.
 
     A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has `imbalance` times as much in
@@ -83,24 +86,25 @@ class Ranking:
         if not imbalance >= 1.0:
             raise ValueError(f"imbalance is {imbalance}, must be at least 1")
         self._imbalance, self._grafts, self._clock = imbalance, grafts, clock
-        self._text, self._beginnings = KnownText(clock), KnownText(clock)
-        self._servers: dict[Hashable, _Server] = {}
+        self._text: KnownText[Server] = KnownText(clock)
+        self._beginnings: KnownText[Server] = KnownText(clock)
+        self._servers: dict[Server, _State] = {}
         self._random = random.Random(0)  # noqa: S311  # nobody gains by guessing it
 
-    def hear(self, server: Hashable, report: Report) -> None:
+    def hear(self, server: Server, report: Report) -> None:
         """A server has said what it holds. ValueError if its sketches are none."""
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
         now = self._clock()
-        self._servers[server] = _Server(report, now, now + report.waiting_s)
+        self._servers[server] = _State(report, now, now + report.waiting_s)
 
-    def forget(self, server: Hashable) -> None:
+    def forget(self, server: Server) -> None:
         """A server is gone."""
         if self._servers.pop(server, None) is not None:
             self._text.remove_server(server)
             self._beginnings.remove_server(server)
 
-    def rank(self, text: Fingerprints, in_flight: Mapping[Hashable, int]) -> Ranked:
+    def rank(self, text: Fingerprints, in_flight: Mapping[Server, int]) -> Ranked[Server]:
         """The servers in the order in which a prompt should be offered to them.
 
         Args:
@@ -110,7 +114,7 @@ class Ranking:
         self._random.shuffle(servers)  # equal ones take turns
         heard = [server for server in self._servers if server in in_flight and self._is_heard(server)]
         if not heard:
-            return Ranked(sorted(servers, key=in_flight.__getitem__), 0.0, 0.0, informed=False)
+            return Ranked(sorted(servers, key=in_flight.__getitem__), 0.0, informed=False)
         expected = self._expect(text, heard)
         least = dict(zip(heard, expected.prefill_s.tolist(), strict=True))
         unknown = max(least.values())  # of a server that says nothing: as of the one that holds least
@@ -120,16 +124,17 @@ class Ranking:
         best = ranked[0]
         known = expected.prefix_tokens + expected.grafted_tokens
         tokens = float(known[heard.index(best)]) if best in least else 0.0
-        return Ranked(ranked, least.get(best, unknown), tokens, informed=True)
+        return Ranked(ranked, tokens, informed=True)
 
-    def sent(self, server: Hashable, text: Fingerprints, prefill_s: float) -> None:
-        """A prompt went to a server, where it is to take so long."""
+    def sent(self, server: Server, text: Fingerprints) -> None:
+        """A prompt went to a server."""
         if (state := self._servers.get(server)) is not None:
-            state.free_at = max(state.free_at, self._clock()) + prefill_s
+            seconds = float(self._expect(text, [server]).prefill_s[0])
+            state.free_at = max(state.free_at, self._clock()) + seconds
             self._text.sent(server, text.values)
             self._beginnings.sent(server, text.chain())
 
-    def _expect(self, text: Fingerprints, heard: list[Hashable]) -> Expected:
+    def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
         """Of these servers, by what the first one takes: those of a fleet are alike."""
         columns = [self._text.servers.index(server) for server in heard]
         report = self._servers[heard[0]].report
@@ -138,9 +143,9 @@ class Ranking:
             known = known & begun
         return expect(text, known, begun, report.costs, work=report.work, bytes_per_token=report.bytes_per_token)
 
-    def _is_heard(self, server: Hashable) -> bool:
+    def _is_heard(self, server: Server) -> bool:
         return self._clock() - self._servers[server].heard <= SILENCE
 
-    def _waiting_s(self, server: Hashable) -> float:
+    def _waiting_s(self, server: Server) -> float:
         state = self._servers.get(server)
         return 0.0 if state is None else max(state.free_at - self._clock(), 0.0)

@@ -148,7 +148,9 @@ class _Run:
     def __init__(self, shape: FleetShape, router: str) -> None:
         self._shape, self._router, self._now = shape, router, 0.0
         self._servers = [_Server(shape) for _ in range(shape.servers)]
-        self._ranking = Ranking(imbalance=shape.imbalance, grafts=router == "segment-aware", clock=lambda: self._now)
+        self._ranking: Ranking[int] = Ranking(
+            imbalance=shape.imbalance, grafts=router == "segment-aware", clock=lambda: self._now
+        )
         self._in_flight = dict.fromkeys(range(shape.servers), 0)
         self._ends: list[tuple[float, int]] = []
         self._random = random.Random(0)  # noqa: S311  # a simulation
@@ -163,13 +165,13 @@ class _Run:
         """One request, when it comes."""
         self._pass(arrival.at)
         before = time.perf_counter()
-        server, prefill_s = self._choose(arrival.text)
+        server = self._choose(arrival.text)
         took = time.perf_counter() - before
         first_token, prefix, grafted = self._servers[server].read(arrival)
         ended = first_token + arrival.decoded * self._shape.decode_s
         self._in_flight[server] += 1
         heapq.heappush(self._ends, (ended, server))
-        self._ranking.sent(server, arrival.text, prefill_s)
+        self._ranking.sent(server, arrival.text)
         tokens = arrival.text.num_bytes / BYTES_PER_TOKEN
         stale = arrival.at - self._said.get(server, arrival.at)
         self._rows.append((first_token - arrival.at, tokens, prefix, grafted, server, took, stale))
@@ -181,14 +183,14 @@ class _Run:
         ttft, tokens, prefix, grafted, server, took, stale = columns
         return Simulated(ttft, tokens, prefix, grafted, server.astype(int), took, stale, self._sketch_bytes, self._last)
 
-    def _choose(self, text: Fingerprints) -> tuple[int, float]:
+    def _choose(self, text: Fingerprints) -> int:
         if self._router == "random":
-            return self._random.randrange(self._shape.servers), 0.0
+            return self._random.randrange(self._shape.servers)
         if self._router == "least-loaded":
             least = min(self._in_flight.values())
-            return self._random.choice([s for s, count in self._in_flight.items() if count == least]), 0.0
+            return self._random.choice([s for s, count in self._in_flight.items() if count == least])
         ranked = self._ranking.rank(text, self._in_flight)
-        return int(ranked.servers[0]), ranked.prefill_s
+        return ranked.servers[0]
 
     def _pass(self, now: float) -> None:
         """Let the time until then pass."""
