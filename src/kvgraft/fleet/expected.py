@@ -42,9 +42,9 @@ def expect(
         work: share of what is grafted that is computed all the same.
     """
     num_tokens = text.num_bytes / bytes_per_token
-    ends = np.append(0, text.places)
-    last = (known & begun).shape[1] - np.argmax((known & begun)[:, ::-1], axis=1)
-    last[~(known & begun).any(axis=1)] = 0  # of no fingerprint
+    ends, beginning = np.append(0, text.places), known & begun
+    last = known.shape[1] - np.argmax(beginning[:, ::-1], axis=1)
+    last[~beginning.any(axis=1)] = 0  # of no fingerprint
     prefix = ends[last] / bytes_per_token
     behind = np.arange(known.shape[1]) >= last[:, None]
     grafted = text.known_bytes(known & behind) / bytes_per_token
