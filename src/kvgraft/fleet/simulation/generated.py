@@ -49,8 +49,8 @@ class TrafficShape:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be more than 0")
         if not self.turns >= 1:
             raise ValueError(f"turns is {self.turns}, must be at least 1")
-        if not 0 <= self.on_topic <= 1:
-            raise ValueError(f"on_topic is {self.on_topic}, must be between 0 and 1")
+        if not 0 <= self.on_topic < 1:
+            raise ValueError(f"on_topic is {self.on_topic}, must be at least 0 and less than 1")
         if not 0 <= 2 * self.per_prompt <= self.documents:
             raise ValueError(f"per_prompt is {self.per_prompt}: must be at most half of the {self.documents} documents")
 

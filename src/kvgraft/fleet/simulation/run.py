@@ -131,13 +131,18 @@ def simulate(
     Raises:
         ValueError: there is no such router.
     """
-    if router not in ROUTERS:
-        raise ValueError(f"no router {router!r}: there are {', '.join(ROUTERS)}")
+    check_router(router)
     run = _Run(shape, router)
     for arrival in arrivals:
         run.send(arrival)
         on_step()
     return run.result()
+
+
+def check_router(router: str) -> None:
+    """ValueError unless there is such a router."""
+    if router not in ROUTERS:
+        raise ValueError(f"no router {router!r}: there are {', '.join(ROUTERS)}")
 
 
 class _Run:
@@ -205,4 +210,3 @@ class _Run:
                 self._ranking.hear(server, report)
                 self._said[server] = self._now - self._shape.delay_s
         self._now = now
-
