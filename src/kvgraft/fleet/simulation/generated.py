@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -74,13 +75,16 @@ class _Generator:
         self._bounds = np.cumsum(weights / weights.sum())
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Conversation by conversation, at least as many requests as are wanted."""
-        shape, at, sent = self._shape, 0.0, 0
-        while sent < shape.requests:
-            at += self._random.exponential(shape.turns / shape.rate)
-            for arrival in self._conversation(at):
-                sent += 1
+        """Conversation by conversation, until as many requests as are wanted have come before the next one begins."""
+        shape, begins, later, come = self._shape, 0.0, list[float](), 0
+        while come < shape.requests:
+            begins += self._random.exponential(shape.turns / shape.rate)
+            for arrival in self._conversation(begins):
+                heappush(later, arrival.at)
                 yield arrival
+            while later and later[0] <= begins:
+                heappop(later)
+                come += 1
 
     def _conversation(self, at: float) -> Iterator[Arrival]:
         shape = self._shape

@@ -8,23 +8,32 @@ from rich.text import Text
 
 from kvgraft.fleet.simulation.study import ONE_SERVER, FleetRow, FleetStudy, Quantiles
 
-HEADS = (
+REUSE = (
     "servers", "router", "reused,\n%", "prefix", "grafted", "of one\nserver", "TTFT, s:\nP50", "\nP95", "\nP99",
-    "imbal-\nance", "sketches,\nKB/s", "a server,\nKB/s", "stale, s:\nP50", "\nP99", "router, ms:\nP50", "\nP99",
+)  # fmt: skip
+ROUTING = (
+    "servers", "router", "imbal-\nance", "sketches,\nKB/s", "of each,\nKB/s", "stale, s:\nP50", "\nP99",
+    "router, ms:\nP50", "\nP99",
 )  # fmt: skip
 BOUND = f"{ONE_SERVER}: all prompts in one pool as large as those of all servers together; its times say nothing"
 
 
 def render(study: FleetStudy) -> Group:
-    """What was simulated, and a row for each router and number of servers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, head in enumerate(HEADS):
-        justify = "left" if number == 1 else "right"
-        table.add_column(head, justify=justify, no_wrap=True, vertical="bottom")  # type: ignore[arg-type]
+    """What was simulated; what each router reuses with each number of servers, and what it takes."""
+    reuse, routing = _table(REUSE), _table(ROUTING)
     for row in study.rows:
         is_last = row.router == ONE_SERVER
-        table.add_row(*cells(row), style="dim" if is_last else "", end_section=is_last)
-    return Group(Text(headline(study), style="dim"), table, Text(BOUND, style="dim"))
+        reuse.add_row(*reuse_cells(row), style="dim" if is_last else "", end_section=is_last)
+        if not is_last:
+            routing.add_row(*routing_cells(row), end_section=row.router == study.settings.routers[-1])
+    return Group(Text(headline(study), style="dim"), reuse, Text(BOUND, style="dim"), routing)
+
+
+def _table(heads: tuple[str, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="left" if head == "router" else "right", no_wrap=True, vertical="bottom")
+    return table
 
 
 def headline(study: FleetStudy) -> str:
@@ -37,19 +46,22 @@ def headline(study: FleetStudy) -> str:
     )
 
 
-def cells(row: FleetRow) -> list[str]:
-    """As in `HEADS`."""
-    sketches = row.sketch_bytes_s
+def reuse_cells(row: FleetRow) -> list[str]:
+    """As in `REUSE`."""
+    shares = (f"{100 * share:.1f}" for share in (row.reused, row.prefix, row.grafted))
+    return [f"{row.servers}", row.router, *shares, f"{row.of_bound:.3f}", *_quantiles(row.ttft_s, "p50", "p95", "p99")]
+
+
+def routing_cells(row: FleetRow) -> list[str]:
+    """As in `ROUTING`."""
+    each = (row.sketch_bytes_s or 0.0) / 1000
     return [
         f"{row.servers}",
         row.router,
-        *(f"{100 * share:.1f}" for share in (row.reused, row.prefix, row.grafted)),
-        f"{row.of_bound:.3f}",
-        *_quantiles(row.ttft_s, "p50", "p95", "p99", digits=2),
         "" if row.imbalance is None else f"{row.imbalance:.2f}",
-        *(["", ""] if not sketches else [f"{sketches / 1000:.1f}", f"{sketches / 1000 / row.servers:.2f}"]),
-        *_quantiles(row.staleness_s, "p50", "p99", digits=2),
-        *_quantiles(row.routing_ms, "p50", "p99", digits=2),
+        *([f"{each:,.1f}", f"{each / row.servers:.2f}"] if each else ["", ""]),
+        *_quantiles(row.staleness_s, "p50", "p99"),
+        *_quantiles(row.routing_ms, "p50", "p99"),
     ]
 
 
@@ -59,5 +71,5 @@ def _speed(study: FleetStudy) -> str:
     return f"{tokens / float(study.settings.costs.computing(tokens, np.array(tokens**2 / 2))):,.0f} tokens a second"
 
 
-def _quantiles(found: Quantiles | None, *names: str, digits: int) -> list[str]:
-    return ["" if found is None else f"{getattr(found, name):.{digits}f}" for name in names]
+def _quantiles(found: Quantiles | None, *names: str) -> list[str]:
+    return ["" if found is None else f"{getattr(found, name):.2f}" for name in names]
