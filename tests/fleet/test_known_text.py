@@ -112,7 +112,7 @@ def test_sketches_change_with_what_is_held():
     assert held.sketches() is first != empty
     held.add(prints(4, 2))
     assert unpack(held.sketches()[0]).tolist() == [1, 2, 4]
-    assert len(unpack(held.sketches()[1])) == 4, "1; 1 2; 4; 4 2"
+    assert len(unpack(held.sketches()[1])) == 3, "1; 4; 4 2"
     held.resize(SPACING)
     assert unpack(held.sketches()[0]).tolist() == [4]
     held.clear()
@@ -126,3 +126,10 @@ def test_text_in_another_place_is_held_and_no_beginning():
     assert (known.tolist(), begun.tolist()) == ([True, True, False], [False] * 3)
     _, begun = held.holds(prints(1, 2, 9))
     assert begun.tolist() == [True, True, False]
+
+
+def test_hot_text_behind_many_beginnings_takes_no_more_room_than_the_pool():
+    held = HeldText(10 * SPACING)
+    for number in range(200):
+        held.add(prints(1000 + number, 1, 2))
+    assert [len(unpack(sketch)) for sketch in held.sketches()] == [10, 10]

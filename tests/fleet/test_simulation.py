@@ -73,8 +73,7 @@ def test_a_fleet_reuses_no_more_than_one_server_that_forgets_nothing(
     arrivals: list[Arrival], found: dict[str, Simulated]
 ):
     bound = simulate(arrivals, replace(SHAPE, servers=1, pool_tokens=10**9), "random")
-    for one in found.values():
-        assert (one.prefix_tokens + one.grafted_tokens <= bound.prefix_tokens + bound.grafted_tokens + 1).all()
+    assert max(map(_reused, found.values())) <= _reused(bound)
 
 
 def test_text_of_its_own_on_each_server_is_reused_there_alone():
@@ -84,7 +83,7 @@ def test_text_of_its_own_on_each_server_is_reused_there_alone():
     turns = [Arrival(10.0 * number, texts[number % 2], 1) for number in range(10)]
     shape = replace(SHAPE, servers=2, pool_tokens=7500)
     reused = {router: _reused(simulate(turns, shape, router)) for router in ("random", "segment-aware")}
-    assert reused["segment-aware"] > reused["random"] + 0.2
+    assert reused["segment-aware"] > reused["random"] + 0.1
 
 
 def _reused(one: Simulated) -> float:

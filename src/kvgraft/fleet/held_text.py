@@ -20,7 +20,7 @@ class HeldText:
 
     def __init__(self, capacity_bytes: float) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._begun: dict[int, int] = {}  # by chain: the fingerprint that it ends with
+        self._begun: OrderedDict[int, None] = OrderedDict()  # chains
         self._sketches: tuple[bytes, bytes] | None = None  # as long as nothing has changed
         self.resize(capacity_bytes)
 
@@ -36,9 +36,9 @@ class HeldText:
     def add(self, text: Fingerprints) -> None:
         """A prompt was read."""
         for value, chained in zip(text.values.tolist()[::-1], text.chain().tolist()[::-1], strict=True):
-            self._held[value] = None
+            self._held[value] = self._begun[chained] = None
             self._held.move_to_end(value)
-            self._begun[chained] = value
+            self._begun.move_to_end(chained)
         self._sketches = None
         self._shrink()
 
@@ -56,14 +56,15 @@ class HeldText:
         self._sketches = None
 
     def sketches(self) -> tuple[bytes, bytes]:
-        """Of the fingerprints, and of the chains whose text is still there, see `known_text.pack`."""
+        """Of the fingerprints, and of their chains, see `known_text.pack`."""
         if self._sketches is None:
-            self._begun = {chained: value for chained, value in self._begun.items() if value in self._held}
             held, begun = (np.fromiter(values, np.uint64, len(values)) for values in (self._held, self._begun))
             self._sketches = pack(held), pack(begun)
         return self._sketches
 
     def _shrink(self) -> None:
-        while len(self._held) > self._capacity:
-            self._held.popitem(last=False)
-            self._sketches = None
+        """A chain is never younger than its fingerprint, and there are more of them: it goes first."""
+        for kept in (self._held, self._begun):
+            while len(kept) > self._capacity:
+                kept.popitem(last=False)
+                self._sketches = None

@@ -12,8 +12,8 @@ REUSE = (
     "servers", "router", "reused,\n%", "prefix", "grafted", "of one\nserver", "TTFT, s:\nP50", "\nP95", "\nP99",
 )  # fmt: skip
 ROUTING = (
-    "servers", "router", "imbal-\nance", "sketches,\nKB/s", "of each,\nKB/s", "stale, s:\nP50", "\nP99",
-    "router, ms:\nP50", "\nP99",
+    "servers", "router", "imbal-\nance", "sketches,\nKB/s", "each,\nKB/s", "stale,\ns: P50", "\nP99",
+    "router,\nms: P50", "\nP99",
 )  # fmt: skip
 BOUND = f"{ONE_SERVER}: all prompts in one pool as large as those of all servers together; its times say nothing"
 
@@ -30,7 +30,7 @@ def render(study: FleetStudy) -> Group:
 
 
 def _table(heads: tuple[str, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head == "router" else "right", no_wrap=True, vertical="bottom")
     return table
