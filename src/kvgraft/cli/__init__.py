@@ -10,7 +10,18 @@ from typing import Any
 import msgspec
 import typer
 
-from kvgraft.cli import answers, calibrate, demo, fleet, flows, models, segments, studies, traffic  # noqa: F401  # their commands
+from kvgraft.cli import (  # noqa: F401  # their commands
+    answers,
+    calibrate,
+    demo,
+    fleet,
+    flows,
+    models,
+    segments,
+    simulation,
+    studies,
+    traffic,
+)
 from kvgraft.cli.options import app
 
 

@@ -31,8 +31,3 @@ def run_fleet(context: typer.Context) -> None:
     from kvgraft.fleet.application import run
 
     run(context.args)
-
-
-@fleet_app.command()
-def simulate() -> None:
-    """What routers would make of traffic, with up to a thousand servers."""

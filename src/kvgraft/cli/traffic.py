@@ -43,8 +43,8 @@ def analyze(
     as_json: JsonOption = False,
 ) -> None:
     """What reuse would give to recorded traffic: tokens by where their KV comes from. No model is needed."""
-    _check_outputs(plot, html)
-    pools = [_parse_pool(part) for part in pool.split(",")]
+    check_outputs(plot, html)
+    pools = [parse_pool(part) for part in pool.split(",")]
     from kvgraft.evaluate.traffic.analysis import analyse
     from kvgraft.evaluate.traffic.replay import ReplaySettings
     from kvgraft.evaluate.traffic.tables import render
@@ -57,7 +57,7 @@ def analyze(
     settings = ReplaySettings(
         block_size,
         max_depth,
-        find_costs(costs, _refuse_measuring),
+        find_costs(costs, refuse_measuring),
         similarity=parse_match(match),
         anchors=reader.anchors,
     )
@@ -88,7 +88,7 @@ def _write(analysed: "Analysed", html: Path | None, plot: Path | None) -> None:
         draw(analysed.analysis, plot)
 
 
-def _parse_pool(text: str) -> int | None:
+def parse_pool(text: str) -> int | None:
     """Tokens of a pool; None is without a limit."""
     text = text.strip()
     if text == "unlimited":
@@ -103,7 +103,7 @@ def _parse_pool(text: str) -> int | None:
     return tokens
 
 
-def _check_outputs(plot: Path | None, html: Path | None) -> None:
+def check_outputs(plot: Path | None, html: Path | None) -> None:
     """Refuse, before anything takes time, what could not be written in the end."""
     for path in (plot, html):
         if path is not None:
@@ -114,5 +114,6 @@ def _check_outputs(plot: Path | None, html: Path | None) -> None:
         raise ValueError("--plot needs matplotlib: pip install 'kvgraft[research]'")
 
 
-def _refuse_measuring() -> NoReturn:
+def refuse_measuring() -> NoReturn:
+    """Costs are measured of a model."""
     raise ValueError("--costs measured: no model runs here; give tokens, or a file that profile-costs has written")

@@ -42,8 +42,8 @@ def expect(
         work: share of what is grafted that is computed all the same.
     """
     num_tokens = text.num_bytes / bytes_per_token
-    ends = np.append(0, text.places)
-    last = ((known & begun) * np.arange(1, len(ends))).max(axis=1, initial=0)  # how many fingerprints the beginning has
+    ends, beginning = np.append(0, text.places), known & begun
+    last = (beginning * np.arange(1, len(ends))).max(axis=1, initial=0)  # how many fingerprints the beginning has
     prefix = ends[last] / bytes_per_token
     behind = np.arange(known.shape[1]) >= last[:, None]
     grafted = text.known_bytes(known & behind) / bytes_per_token

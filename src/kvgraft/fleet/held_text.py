@@ -11,7 +11,8 @@ from kvgraft.segments.fingerprints import SPACING, Fingerprints
 class HeldText:
     """Fingerprints of the prompts that a server has read, the last used ones. For one thread.
 
-    It is an estimate: vLLM drops what was not used for longest, too, but by blocks, and in favour of answers as well.
+    It is an estimate: vLLM drops what was not used for longest, too, of a prompt its end first; but by blocks, and in
+    favour of answers as well.
 
     Args:
         capacity_bytes: of text that its pool holds.
@@ -19,7 +20,8 @@ class HeldText:
 
     def __init__(self, capacity_bytes: float) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._begun: dict[int, int] = {}  # by chain: the fingerprint that it ends with
+        self._begun: OrderedDict[int, None] = OrderedDict()  # chains
+        self._sketches: tuple[bytes, bytes] | None = None  # as long as nothing has changed
         self.resize(capacity_bytes)
 
     def __len__(self) -> int:
@@ -33,10 +35,11 @@ class HeldText:
 
     def add(self, text: Fingerprints) -> None:
         """A prompt was read."""
-        for value, chained in zip(text.values.tolist(), text.chain().tolist(), strict=True):
-            self._held[value] = None
+        for value, chained in zip(text.values.tolist()[::-1], text.chain().tolist()[::-1], strict=True):
+            self._held[value] = self._begun[chained] = None
             self._held.move_to_end(value)
-            self._begun[chained] = value
+            self._begun.move_to_end(chained)
+        self._sketches = None
         self._shrink()
 
     def holds(self, text: Fingerprints) -> tuple[np.ndarray, np.ndarray]:
@@ -50,13 +53,18 @@ class HeldText:
         """Nothing is held."""
         self._held.clear()
         self._begun.clear()
+        self._sketches = None
 
     def sketches(self) -> tuple[bytes, bytes]:
-        """Of the fingerprints, and of the chains whose text is still there, see `known_text.pack`."""
-        self._begun = {chained: value for chained, value in self._begun.items() if value in self._held}
-        held, begun = (np.fromiter(values, np.uint64, len(values)) for values in (self._held, self._begun))
-        return pack(held), pack(begun)
+        """Of the fingerprints, and of their chains, see `known_text.pack`."""
+        if self._sketches is None:
+            held, begun = (np.fromiter(values, np.uint64, len(values)) for values in (self._held, self._begun))
+            self._sketches = pack(held), pack(begun)
+        return self._sketches
 
     def _shrink(self) -> None:
-        while len(self._held) > self._capacity:
-            self._held.popitem(last=False)
+        """A chain is never younger than its fingerprint, and there are more of them: it goes first."""
+        for kept in (self._held, self._begun):
+            while len(kept) > self._capacity:
+                kept.popitem(last=False)
+                self._sketches = None

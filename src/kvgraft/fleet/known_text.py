@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -44,21 +44,18 @@ class KnownText(Generic[Server]):
         self._clock = clock
         self._columns: dict[Server, int] = {}  # by server
         self._free: list[int] = []
-        self._held: dict[Server, np.ndarray] = {}  # rows by server, as it says
+        self._sketches: dict[Server, bytes] = {}  # the last of each
+        self._held: dict[Server, np.ndarray] = {}  # its rows
         self._sent: dict[Server, deque[tuple[float, np.ndarray]]] = {}  # until when, and which rows
         self._drawn: dict[Server, np.ndarray] = {}  # rows with its bit
         self._bits = np.zeros((ROWS, 0), np.uint8)  # bytes of eight servers
 
-    @property
-    def servers(self) -> list[Server]:
-        """Those that are known, in the order of `where`."""
-        return list(self._columns)
-
     def update(self, server: Server, sketch: bytes) -> None:
         """A server has said what it holds. ValueError if that is no sketch; then nothing changes."""
-        rows = unpack(sketch)
-        self.add_server(server)
-        self._held[server] = rows
+        if self._sketches.get(server) != sketch:
+            rows = unpack(sketch)
+            self.add_server(server)
+            self._held[server], self._sketches[server] = rows, sketch
         self._draw(server)
 
     def add_server(self, server: Server) -> None:
@@ -67,8 +64,8 @@ class KnownText(Generic[Server]):
             return
         if not self._free:
             width = self._bits.shape[1]
-            self._bits = np.pad(self._bits, ((0, 0), (0, 1)))
-            self._free = list(range(8 * width, 8 * width + 8))[::-1]
+            self._bits = np.pad(self._bits, ((0, 0), (0, max(width, 1))))
+            self._free = list(range(8 * width, 8 * self._bits.shape[1]))[::-1]
         self._columns[server] = self._free.pop()
         self._held[server], self._sent[server] = np.zeros(0, np.int64), deque()
         self._drawn[server] = self._held[server]
@@ -80,6 +77,7 @@ class KnownText(Generic[Server]):
             self._draw(server)
             self._free.append(self._columns.pop(server))
             del self._held[server], self._sent[server], self._drawn[server]
+            self._sketches.pop(server, None)
 
     def sent(self, server: Server, values: np.ndarray) -> None:
         """Text with these fingerprints uint64 [n] was sent to a server, which will say so itself some time later."""
@@ -89,10 +87,10 @@ class KnownText(Generic[Server]):
         self._bits[rows, column // 8] |= np.uint8(1 << column % 8)
         self._drawn[server] = np.concatenate((self._drawn[server], rows))
 
-    def where(self, values: np.ndarray) -> np.ndarray:
-        """Which of `servers` holds which of these fingerprints uint64 [n]: bool [servers, n]."""
+    def where(self, values: np.ndarray, servers: Sequence[Server]) -> np.ndarray:
+        """Which of these servers, all of them known, hold which of these fingerprints uint64 [n]: bool [servers, n]."""
         found = np.unpackbits(self._bits[(values % np.uint64(ROWS)).astype(np.int64)], axis=1, bitorder="little")
-        known: np.ndarray = found[:, list(self._columns.values())].T.astype(bool)
+        known: np.ndarray = found.T[[self._columns[server] for server in servers]].astype(bool)
         return known
 
     def _draw(self, server: Server) -> None:

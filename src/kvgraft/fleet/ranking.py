@@ -1,10 +1,11 @@
 """Which server a prompt should go to. The same code routes requests and simulated ones."""
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic
+
+import numpy as np
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
 from kvgraft.fleet.known_text import KnownText, Server
@@ -89,7 +90,7 @@ class Ranking(Generic[Server]):
         self._text: KnownText[Server] = KnownText(clock)
         self._beginnings: KnownText[Server] = KnownText(clock)
         self._servers: dict[Server, _State] = {}
-        self._random = random.Random(0)  # noqa: S311  # nobody gains by guessing it
+        self._random = np.random.default_rng(0)
 
     def hear(self, server: Server, report: Report) -> None:
         """A server has said what it holds. ValueError if its sketches are none."""
@@ -110,21 +111,21 @@ class Ranking(Generic[Server]):
         Args:
             in_flight: requests by server; these are the servers that there are.
         """
-        servers = list(in_flight)
-        self._random.shuffle(servers)  # equal ones take turns
-        heard = [server for server in self._servers if server in in_flight and self._is_heard(server)]
-        if not heard:
-            return Ranked(sorted(servers, key=in_flight.__getitem__), 0.0, informed=False)
-        expected = self._expect(text, heard)
-        least = dict(zip(heard, expected.prefill_s.tolist(), strict=True))
-        unknown = max(least.values())  # of a server that says nothing: as of the one that holds least
-        limit = self._imbalance * sum(in_flight.values()) / len(in_flight) + 1
-        seconds = {server: least.get(server, unknown) + self._waiting_s(server) for server in servers}
-        ranked = sorted(servers, key=lambda server: (in_flight[server] > limit, seconds[server], in_flight[server]))
-        best = ranked[0]
-        known = expected.prefix_tokens + expected.grafted_tokens
-        tokens = float(known[heard.index(best)]) if best in least else 0.0
-        return Ranked(ranked, tokens, informed=True)
+        servers, now = list(in_flight), self._clock()
+        loads = np.fromiter(in_flight.values(), np.int64, len(servers))
+        states = [self._servers.get(server) for server in servers]
+        is_heard = np.array([state is not None and now - state.heard <= SILENCE for state in states], bool)
+        seconds = np.array([0.0 if state is None else max(state.free_at - now, 0.0) for state in states])
+        known, informed = np.zeros(len(servers)), bool(is_heard.any())
+        if informed:
+            expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
+            known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
+            seconds[is_heard] += expected.prefill_s
+            seconds[~is_heard] += expected.prefill_s.max()  # as long as on the one that holds least
+        over = loads > self._imbalance * loads.mean() + 1
+        turns = self._random.random(len(servers))  # of equal ones
+        order = np.lexsort((turns, loads, seconds, over) if informed else (turns, loads)).tolist()
+        return Ranked([servers[number] for number in order], float(known[order[0]]), informed=informed)
 
     def sent(self, server: Server, text: Fingerprints) -> None:
         """A prompt went to a server."""
@@ -136,16 +137,8 @@ class Ranking(Generic[Server]):
 
     def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
         """Of these servers, by what the first one takes: those of a fleet are alike."""
-        columns = [self._text.servers.index(server) for server in heard]
         report = self._servers[heard[0]].report
-        known, begun = self._text.where(text.values)[columns], self._beginnings.where(text.chain())[columns]
+        known, begun = self._text.where(text.values, heard), self._beginnings.where(text.chain(), heard)
         if not self._grafts:
             known = known & begun
         return expect(text, known, begun, report.costs, work=report.work, bytes_per_token=report.bytes_per_token)
-
-    def _is_heard(self, server: Server) -> bool:
-        return self._clock() - self._servers[server].heard <= SILENCE
-
-    def _waiting_s(self, server: Server) -> float:
-        state = self._servers.get(server)
-        return 0.0 if state is None else max(state.free_at - self._clock(), 0.0)

@@ -7,6 +7,7 @@ fingerprints wherever it stands. The key is the scope: without it a fingerprint 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -52,6 +53,10 @@ class Fingerprints:
 
     def chain(self) -> np.ndarray:
         """Of each fingerprint, what names it and all before it: uint64 [n]."""
+        return self._chained
+
+    @cached_property
+    def _chained(self) -> np.ndarray:
         chained, last = np.empty_like(self.values), b""
         for number, value in enumerate(self.values.tolist()):
             last = hashlib.blake2b(last + value.to_bytes(8, "little"), digest_size=8).digest()

@@ -2,14 +2,14 @@
 
 The router is the real one (`Ranking`, `HeldText`, sketches). A server reads one prompt after the other, holds the last
 that it has read, and says from time to time what that is. Decoding takes a request's place on the server, and no time
-from prompts.
+from prompts. Answers are not held.
 """
 
 import heapq
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,8 +61,10 @@ class FleetShape:
 
     def __post_init__(self) -> None:
         for name in ("servers", "pool_tokens", "period_s"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, must be more than 0")
+        if not 0 <= self.delay_s < float("inf"):
+            raise ValueError(f"delay_s is {self.delay_s}, must be at least 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,10 @@ class Simulated:
         prompt_tokens, prefix_tokens, grafted_tokens: of each prompt.
         server: which one had it.
         routing_s: that the router took, of this machine.
-        sketch_bytes: of all sketches; `staleness_s`: age of what the chosen server had said, at the time of the choice.
-        duration_s: from the first arrival to the last answer.
+        staleness_s: age of what the chosen server had said, at the time of the choice; not a number if it had not
+            spoken, or is not listened to.
+        sketch_bytes: of all sketches that differed from the one before.
+        duration_s: until the last arrival.
     """
 
     ttft_s: np.ndarray
@@ -87,17 +91,6 @@ class Simulated:
     staleness_s: np.ndarray
     sketch_bytes: int
     duration_s: float
-
-    @property
-    def reused_share(self) -> float:
-        """Of all prompt tokens."""
-        return float((self.prefix_tokens + self.grafted_tokens).sum() / self.prompt_tokens.sum())
-
-    def imbalance(self, servers: int) -> float:
-        """Computed tokens of the busiest server, over the mean."""
-        computed = self.prompt_tokens - self.prefix_tokens - self.grafted_tokens
-        by_server = np.bincount(self.server, computed, minlength=servers)
-        return float(by_server.max() / by_server.mean())
 
 
 class _Server:
@@ -128,20 +121,28 @@ def simulate(
     shape: FleetShape,
     router: str,
     *,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Simulated:
     """Send all requests, in the order in which they come.
+
+    Args:
+        on_step: called after each of them.
 
     Raises:
         ValueError: there is no such router.
     """
+    check_router(router)
+    run = _Run(shape, router)
+    for arrival in arrivals:
+        run.send(arrival)
+        on_step()
+    return run.result()
+
+
+def check_router(router: str) -> None:
+    """ValueError unless there is such a router."""
     if router not in ROUTERS:
         raise ValueError(f"no router {router!r}: there are {', '.join(ROUTERS)}")
-    run = _Run(shape, router)
-    for number, arrival in enumerate(arrivals):
-        run.send(arrival)
-        on_progress(number + 1, len(arrivals))
-    return run.result()
 
 
 class _Run:
@@ -159,7 +160,8 @@ class _Run:
         self._on_the_way: deque[tuple[float, int, Report]] = deque()
         self._said: dict[int, float] = {}
         self._rows: list[tuple[float, ...]] = []
-        self._sketch_bytes, self._last = 0, 0.0
+        self._sketches: dict[int, tuple[bytes, bytes]] = {}
+        self._sketch_bytes = 0
 
     def send(self, arrival: Arrival) -> None:
         """One request, when it comes."""
@@ -168,20 +170,17 @@ class _Run:
         server = self._choose(arrival.text)
         took = time.perf_counter() - before
         first_token, prefix, grafted = self._servers[server].read(arrival)
-        ended = first_token + arrival.decoded * self._shape.decode_s
         self._in_flight[server] += 1
-        heapq.heappush(self._ends, (ended, server))
+        heapq.heappush(self._ends, (first_token + arrival.decoded * self._shape.decode_s, server))
         self._ranking.sent(server, arrival.text)
         tokens = arrival.text.num_bytes / BYTES_PER_TOKEN
-        stale = arrival.at - self._said.get(server, arrival.at)
+        stale = arrival.at - self._said.get(server, float("nan"))
         self._rows.append((first_token - arrival.at, tokens, prefix, grafted, server, took, stale))
-        self._last = max(self._last, ended)
 
     def result(self) -> Simulated:
         """What became of all of them."""
-        columns = np.array(self._rows).T.reshape(7, -1)
-        ttft, tokens, prefix, grafted, server, took, stale = columns
-        return Simulated(ttft, tokens, prefix, grafted, server.astype(int), took, stale, self._sketch_bytes, self._last)
+        ttft, tokens, prefix, grafted, server, took, stale = np.array(self._rows).reshape(-1, 7).T
+        return Simulated(ttft, tokens, prefix, grafted, server.astype(int), took, stale, self._sketch_bytes, self._now)
 
     def _choose(self, text: Fingerprints) -> int:
         if self._router == "random":
@@ -200,7 +199,10 @@ class _Run:
             while self._due[0][0] <= now:
                 due, server = heapq.heappop(self._due)
                 report = self._servers[server].report(due)
-                self._sketch_bytes += len(report.text) + len(report.beginnings)
+                sketches = report.text, report.beginnings
+                if self._sketches.get(server) != sketches:
+                    self._sketches[server] = sketches
+                    self._sketch_bytes += sum(map(len, sketches))
                 self._on_the_way.append((due + self._shape.delay_s, server, report))
                 heapq.heappush(self._due, (due + self._shape.period_s, server))
             while self._on_the_way and self._on_the_way[0][0] <= now:
@@ -208,11 +210,3 @@ class _Run:
                 self._ranking.hear(server, report)
                 self._said[server] = self._now - self._shape.delay_s
         self._now = now
-
-
-def arrivals_of(texts: Iterable[tuple[float, list[bytes], int]], scope: bytes) -> list[Arrival]:
-    """Requests from (seconds, texts of the prompt, tokens decoded) each."""
-    return [
-        Arrival(at, Fingerprints.joined(Fingerprints.of(text, scope) for text in parts), decoded)
-        for at, parts, decoded in texts
-    ]

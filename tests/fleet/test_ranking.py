@@ -1,0 +1,146 @@
+"""Which server a prompt goes to."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgraft.fleet.known_text import GRACE, pack
+from kvgraft.fleet.ranking import SILENCE, Ranking, Report
+from kvgraft.prefill.costs import Costs
+from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.segments.keys import scope_digest
+
+SCOPE = scope_digest("", "")
+COSTS = Costs(pass_s=0.004, token_s=1 / 8000, pair_s=0.0, copy_s=2.5e-6)
+RANDOM = np.random.default_rng(1)
+FIRST, SECOND, THIRD = (Fingerprints.of(RANDOM.bytes(8000), SCOPE) for _ in range(3))
+IDLE = {"a": 0, "b": 0, "c": 0}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def report(*texts: Fingerprints, waiting_s: float = 0.0) -> Report:
+    """Of a server that has read these, each on its own."""
+    held, begun = ([text.values for text in texts], [text.chain() for text in texts])
+    empty = [np.zeros(0, np.uint64)]
+    return Report(pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS)
+
+
+def ranking_of(clock: Clock, *, grafts: bool = True, **reports: Report) -> Ranking[str]:
+    ranking = Ranking[str](clock=clock, grafts=grafts)
+    for server, said in reports.items():
+        ranking.hear(server, said)
+    return ranking
+
+
+def test_who_holds_the_text_comes_first(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report(FIRST), c=report(SECOND))
+    asked = Fingerprints.joined([SECOND, FIRST, FIRST])
+    ranked = ranking.rank(asked, IDLE)
+    assert ranked.informed
+    assert ranked.servers == ["b", "c", "a"], "two thirds, one third, nothing"
+    assert ranked.known_tokens == pytest.approx(4000, rel=0.1)
+
+
+def test_a_prefix_aware_router_sees_beginnings_alone(clock: Clock):
+    reports = {"a": report(), "b": report(FIRST), "c": report(SECOND)}
+    asked = Fingerprints.joined([SECOND, FIRST, FIRST])
+    assert ranking_of(clock, grafts=False, **reports).rank(asked, IDLE).servers[0] == "c"
+    unseen = Fingerprints.joined([THIRD, FIRST])
+    assert ranking_of(clock, grafts=False, **reports).rank(unseen, IDLE).known_tokens == 0
+
+
+def test_the_holder_comes_first_only_while_waiting_is_shorter_than_the_gain(clock: Clock):
+    gain = 2000 / 8000  # seconds, about
+    for waiting_s, best in ((0.7 * gain, "b"), (1.3 * gain, "a")):
+        ranking = ranking_of(clock, a=report(), b=report(FIRST, waiting_s=waiting_s))
+        assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == best
+
+
+def test_what_waits_is_read_while_time_passes(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report(FIRST, waiting_s=2.0))
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a"
+    clock.now += 2.0
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b"
+
+
+def test_what_was_sent_waits_there_and_is_known_there(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report())
+    ranking.sent("b", FIRST)
+    assert ranking.rank(SECOND, {"a": 0, "b": 0}).servers[0] == "a", "b has to read the first"
+    clock.now += 1.0
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", "it has read it, and did not say so yet"
+    ranking.hear("b", report())
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).known_tokens > 0, "what it says is older than what was sent"
+    clock.now += GRACE + 1
+    ranking.hear("b", report())
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).known_tokens == 0
+
+
+def test_who_says_nothing_holds_nothing(clock: Clock):
+    ranking = ranking_of(clock, b=report(FIRST))
+    clock.now += SILENCE - 1
+    ranking.hear("a", report())
+    assert ranking.rank(FIRST, IDLE).servers[0] == "b"
+    clock.now += 2
+    ranked = ranking.rank(FIRST, IDLE)
+    assert (ranked.known_tokens, ranked.informed) == (0, True)
+    clock.now += SILENCE
+    assert not ranking.rank(FIRST, IDLE).informed
+
+
+def test_who_is_gone_is_forgotten(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report(FIRST))
+    ranking.forget("b")
+    ranking.forget("never heard of")
+    assert ranking.rank(FIRST, IDLE).known_tokens == 0
+    ranking.hear("b", report())
+    assert ranking.rank(FIRST, IDLE).known_tokens == 0, "it came back without its text"
+    ranking.sent("never heard of", FIRST)
+
+
+def test_without_reports_the_least_loaded_come_first(clock: Clock):
+    ranked = ranking_of(clock).rank(FIRST, {"a": 2, "b": 0, "c": 1})
+    assert (ranked.servers, ranked.informed) == (["b", "c", "a"], False)
+
+
+def test_equal_servers_take_turns(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report(), c=report())
+    assert {ranking.rank(FIRST, IDLE).servers[0] for _ in range(60)} == set(IDLE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 11), st.sampled_from([1.0, 1.5, 3.0]))
+def test_nobody_gets_more_than_the_bound_and_everybody_is_ranked(loads: list[int], holder: int, imbalance: float):
+    clock = Clock()
+    ranking, in_flight = Ranking[int](clock=clock, imbalance=imbalance), dict(enumerate(loads))
+    for server in in_flight:
+        ranking.hear(server, report(FIRST) if server == holder else report())
+    ranked = ranking.rank(FIRST, in_flight).servers
+    assert sorted(ranked) == list(in_flight)
+    over = [in_flight[server] > imbalance * np.mean(loads) + 1 for server in ranked]
+    assert over == sorted(over), "those with too much come last"
+    if holder in in_flight and not over[ranked.index(holder)]:
+        assert ranked[0] == holder
+
+
+@pytest.mark.parametrize("imbalance", [0.5, float("nan")])
+def test_an_impossible_bound_is_refused(imbalance: float):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Ranking[str](imbalance=imbalance)
+
+
+def test_a_report_is_the_same_behind_a_wire():
+    said = report(FIRST, waiting_s=1.5)
+    assert Report.of(said.as_stats()) == said
