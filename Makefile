@@ -91,6 +91,8 @@ $(READY): pyproject.toml scripts/install_vllm.py
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
 	@$(PIP) -e '.[dev]'
 	@$(BIN)/python scripts/install_vllm.py
+	@command -v redis-server >/dev/null || { echo "Installing redis-server, which tests of the shared tier start"; \
+		apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server: tests that need it are skipped"
 	@touch $@
 
 $(OVERLAY)-%/.ready: $(READY) scripts/install_vllm.py

@@ -130,7 +130,7 @@ def test_a_frozen_text_is_frozen_everywhere(fleet: RunningFleet):
         assert [value for _, value in fleet.samples("kvgraft:frozen_segments")] == [0, 0]
 
 
-@pytest.mark.parametrize("what", ["server_pid", "pid"])
+@pytest.mark.parametrize("what", [pytest.param("server_pid", marks=pytest.mark.soak), "pid"])
 def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, what: str):
     corpus = Corpus(7 + len(what), 12)
     with fleet.http() as client:

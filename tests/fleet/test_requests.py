@@ -1,0 +1,74 @@
+"""By which text a request is routed, and whose it is."""
+
+import numpy as np
+import pytest
+
+from kvgraft.fleet.held_text import HeldText
+from kvgraft.fleet.known_text import KnownText
+from kvgraft.fleet.requests import Head, decoded, scope_of, texts_of
+from kvgraft.segments.fingerprints import Fingerprints
+
+SECRET = bytes(range(32))
+PARTS = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url": "c"}}, {"type": "text", "text": "d"}]
+
+
+@pytest.mark.parametrize(
+    ("request_", "texts"),
+    [
+        ({"prompt": "a"}, ["a"]),
+        ({"prompt": ["a", "b"]}, ["a", "b"]),
+        ({"prompt": [1, 2, 3]}, []),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": PARTS}]}, ["a", "b", "d"]),
+        ({"instructions": "a", "input": "b"}, ["a", "b"]),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, ["a"]),
+        ({"messages": None, "prompt": {}}, []),
+        ({}, []),
+    ],
+)
+def test_the_texts_of_a_prompt(request_: dict[str, object], texts: list[str]):
+    assert texts_of(request_) == texts
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_a_body_that_nobody_understands_has_no_text(body: bytes):
+    assert decoded(body) == {}
+
+
+def test_what_vllm_understands_is_understood():
+    assert decoded(b'{"prompt": "a", "temperature": NaN}')["prompt"] == "a"
+
+
+def test_a_scope_is_whose_its_parts_are_and_of_its_secret():
+    scopes = {
+        scope_of(secret, *parts)
+        for secret in (SECRET, SECRET[::-1])
+        for parts in ([b"a", b"b"], [b"ab", b""], [b"", b"ab"], [b"a"], [b"a", b"b", b""])
+    }
+    assert len(scopes) == 10
+    assert scope_of(SECRET, b"a", b"b") == scope_of(SECRET, b"a", b"b")
+
+
+def test_a_sketch_tells_nothing_to_who_guesses_in_another_scope():
+    """Paired: the same text, guessed under the scope of its owner and under those of others."""
+    text = np.random.default_rng(0).integers(97, 123, 20_000, np.uint8).tobytes()
+    held = HeldText(1e6)
+    held.add(Fingerprints.of(text, scope_of(SECRET, b"alice", b"", b"", b"")))
+    known = KnownText[str]()
+    known.update("server", held.sketches()[0])
+
+    def share_of(scope: bytes) -> float:
+        return float(known.where(Fingerprints.of(text, scope).values, ["server"]).mean())
+
+    assert share_of(scope_of(SECRET, b"alice", b"", b"", b"")) == 1.0
+    for other in ([b"bob", b"", b"", b""], [b"alice", b"namespace", b"", b""], [b"alice", b"", b"salt", b""]):
+        assert share_of(scope_of(SECRET, *other)) < 0.05
+    assert share_of(scope_of(SECRET[::-1], b"alice", b"", b"", b"")) < 0.05
+    own = Fingerprints.of(text, scope_of(SECRET, b"alice", b"", b"", b""))
+    others = Fingerprints.of(text, scope_of(SECRET, b"bob", b"", b"", b""))
+    assert own.places.tolist() != others.places.tolist()  # not even the places are the same
+
+
+def test_an_answer_is_a_stream_by_its_type():
+    assert Head(200, (("Content-Type", "text/event-stream; charset=utf-8"),)).is_stream
+    assert not Head(200, (("content-type", "application/json"),)).is_stream
+    assert not Head(200, ()).is_stream
