@@ -81,9 +81,12 @@ def build(args: Mapping[str, Any]) -> Application:
     """The application, from the fields of `FleetOptions`: `import_path: kvgraft.fleet.application:build`.
 
     Raises:
-        ValueError: unknown fields, or flags that cannot be served.
+        ValueError: unknown fields, flags that cannot be served, or neither API keys nor --kvgraft-single-tenant: where
+            Ray listens is not known here.
     """
-    return application(msgspec.convert(dict(args), FleetOptions))
+    options = msgspec.convert(dict(args), FleetOptions)
+    _check_exposure(options, host=None)
+    return application(options)
 
 
 def application(options: FleetOptions) -> Application:
@@ -128,10 +131,7 @@ def run(arguments: Sequence[str]) -> None:
     model = options.model or ""
     if args.address is None and model.startswith((".", "/")) and not Path(model).exists():
         raise ValueError(f"there is no model {model}")
-    keys = Keys.of(_served(options))
-    check_exposure(
-        keys.api_keys, host=args.host, uds=None, single_tenant="--kvgraft-single-tenant" in options.arguments
-    )
+    _check_exposure(options, args.host)
     app = application(options)
     if args.address is None:
         ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
@@ -171,6 +171,12 @@ def _scaling(options: FleetOptions) -> dict[str, Any]:
         return {"autoscaling_config": AutoscalingConfig(**options.autoscaling)}
     except ValueError as error:
         raise ValueError(f"autoscaling {options.autoscaling}: {error}") from error
+
+
+def _check_exposure(options: FleetOptions, host: str | None) -> None:
+    """See `check_exposure`."""
+    keys, is_single = Keys.of(_served(options)), "--kvgraft-single-tenant" in options.arguments
+    check_exposure(keys.api_keys, host=host, uds=None, single_tenant=is_single)
 
 
 def _served(options: FleetOptions) -> Namespace:
