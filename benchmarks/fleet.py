@@ -31,9 +31,10 @@ from workload import arrivals, single_token_words
 
 errors = Console(stderr=True)
 BLOCK = 32  # tokens
-TOPICS, ON_TOPIC, ZIPF = 16, 0.8, 0.8
+TOPICS, ZIPF = 16, 0.8
 PER_PROMPT, DOCUMENT, AROUND = 4, 256, 16  # documents; tokens of one, and of what is new before and behind them
-ROUTINGS = ("segments", "prefixes", "load", "random")
+ROUTINGS = ("segments", "prefixes", "load", "random", "segments+store", "load+store")
+STORE = "+store"  # servers that share a directory for what leaves their pools
 ONE = "one server, twice the pool"
 
 
@@ -73,13 +74,14 @@ def main(
     rate: Annotated[float, typer.Option(help="Requests a second (Poisson).")] = 4.0,
     documents: Annotated[int, typer.Option(help="Of the corpus, of 256 tokens each.")] = 320,
     pool: Annotated[int, typer.Option(help="Tokens of each server's pool.")] = 24_576,
+    on_topic: Annotated[float, typer.Option(help="Share of a prompt's documents that are of one topic.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 100,
     routings: Annotated[str, typer.Option(help="By commas.")] = ",".join(ROUTINGS),
     model: Annotated[Path, typer.Option(help="Model directory.")] = MODEL_DIR,
     out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.")] = None,
 ) -> None:
     """Compare ways of routing."""
-    traffic = make_traffic(model, requests, warm_up, rate, documents, seed)
+    traffic = make_traffic(model, requests, warm_up, rate, documents, on_topic, seed)
     rows = [measure(traffic, model, ONE, 1, 2 * pool)]
     rows += [measure(traffic, model, routing, 2, pool) for routing in routings.split(",")]
     columns = ("reused", "of one server's", "prefix", "grafted", "TTFT P50", "P95", "P99 ms", "imbalance", "failed")
@@ -93,8 +95,8 @@ def main(
         said = ", ".join(f"{part} {mean:.2f} ms, P99 {p99:.2f}" for part, (mean, p99) in row.routing_ms.items())
         Console().print(f"{row.routing}: {said or 'nothing is ranked'}")
     if out is not None:
-        names = ("requests", "warm_up", "rate", "documents", "pool", "seed")
-        setup = dict(zip(names, (requests, warm_up, rate, documents, pool, seed), strict=True))
+        names = ("requests", "warm_up", "rate", "documents", "pool", "on_topic", "seed")
+        setup = dict(zip(names, (requests, warm_up, rate, documents, pool, on_topic, seed), strict=True))
         figures = {
             **setup,
             "machine": configuration(ServerOptions(model, threads=1), model.name),
@@ -103,7 +105,9 @@ def main(
         out.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 
 
-def make_traffic(model: Path, requests: int, warm_up: int, rate: float, documents: int, seed: int) -> Traffic:
+def make_traffic(
+    model: Path, requests: int, warm_up: int, rate: float, documents: int, on_topic: float, seed: int
+) -> Traffic:
     """Prompts of documents that are asked for as Zipf has it, most of them of one topic, in any order."""
     rng = Random(f"fleet {seed}")
     words = single_token_words(*local_tokenizer(model))
@@ -115,7 +119,7 @@ def make_traffic(model: Path, requests: int, warm_up: int, rate: float, document
         chosen: list[int] = []
         while len(chosen) < PER_PROMPT:
             [drawn] = rng.choices(range(documents), weights)
-            if rng.random() < ON_TOPIC:
+            if rng.random() < on_topic:
                 drawn = min(drawn - drawn % TOPICS + topic, documents - 1)
             chosen += [drawn] * (drawn not in chosen)
         around = [" ".join(rng.choices(words, k=AROUND)) for _ in range(2)]
@@ -126,9 +130,11 @@ def make_traffic(model: Path, requests: int, warm_up: int, rate: float, document
 def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: int) -> Row:
     """Start a fleet, send it the traffic, and end it."""
     arguments = [str(model), "--replicas", str(replicas), "--num-gpu-blocks-override", str(pool // BLOCK + 1)]
-    arguments += ["--routing", "load" if routing == ONE else routing, "--dtype", "float32", "--max-model-len", "4096"]
+    kind = "load" if routing == ONE else routing.removesuffix(STORE)
+    arguments += ["--routing", kind, "--dtype", "float32", "--max-model-len", "4096"]
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
+        arguments += ["--kvgraft-store-dir", f"{folder}/store"] if routing.endswith(STORE) else []
         with (
             errors.status(f"starting: {routing}") as status,
             running(

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from threading import Event
 
 import pytest
@@ -21,10 +23,11 @@ BIN = Path(sys.executable).parent
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """Of a cluster of one machine with room for three servers."""
+    folder = mkdtemp(prefix="ray-")  # a short path: there are sockets in it
     with reserved_port() as port:
         pass
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus", "3", "--include-dashboard", "false"]
-    command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", f"/tmp/ray-{port}"]
+    command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder]
     environment = {**os.environ, **SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, "RAY_AUTH_MODE": "disabled"}
     with (tmp_path / "ray").open("wb") as log:
         cluster = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -32,6 +35,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     yield f"127.0.0.1:{port}"
     cluster.terminate()
     cluster.wait(60)
+    rmtree(folder, ignore_errors=True)
 
 
 def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
