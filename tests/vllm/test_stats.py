@@ -168,6 +168,7 @@ def test_every_metric_is_exposed_under_its_own_name(registry: CollectorRegistry,
         assert name.startswith("kvgraft:")
         assert metric.help
     assert {metric.label for metric in METRICS.values()} == {
+        "of",
         "outcome",
         "kind",
         "reason",
