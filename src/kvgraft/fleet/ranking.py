@@ -101,9 +101,9 @@ class Ranking(Generic[Server]):
 
     def forget(self, server: Server) -> None:
         """A server is gone."""
-        if self._servers.pop(server, None) is not None:
-            self._text.remove_server(server)
-            self._beginnings.remove_server(server)
+        self._servers.pop(server, None)
+        self._text.remove_server(server)
+        self._beginnings.remove_server(server)
 
     def rank(self, text: Fingerprints, in_flight: Mapping[Server, int]) -> Ranked[Server]:
         """The servers in the order in which a prompt should be offered to them.

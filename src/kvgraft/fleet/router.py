@@ -39,7 +39,11 @@ class SegmentRouter(LocalityMixin, RequestRouter):
             said = replica.routing_stats
             if said and self._heard.get(replica.replica_id) != said:
                 self._heard[replica.replica_id] = said
-                self._ranking.hear(replica.replica_id, Report.of(said))
+                try:
+                    self._ranking.hear(replica.replica_id, Report.of(said))
+                except Exception:  # Ray would never tell of replicas again
+                    logger.exception("what %s says is not understood", replica.replica_id)
+                    self._ranking.forget(replica.replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -73,7 +77,10 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         """It is on its way, and will be known there."""
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, FleetRequest) and request.text is not None:
-            self._ranking.sent(replica_id, request.text)
+            try:
+                self._ranking.sent(replica_id, request.text)
+            except Exception:  # Ray would fail the request, which has begun
+                logger.exception("what was sent to %s is not noted", replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Nothing is sent there any more."""

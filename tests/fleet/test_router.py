@@ -1,0 +1,71 @@
+"""The router as Ray calls it: nothing that a replica says stops it."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+from kvgraft.fleet.known_text import pack
+from kvgraft.fleet.ranking import Report
+from kvgraft.fleet.requests import FleetRequest
+from kvgraft.fleet.router import SegmentRouter
+from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.segments.keys import scope_digest
+
+TEXT = Fingerprints.of(np.random.default_rng(1).bytes(8000), scope_digest("", ""))
+GOOD = Report(pack(TEXT.values), pack(TEXT.chain())).as_stats()
+NAMES = [ReplicaID(unique_id=name, deployment_id=DeploymentID("Replica")) for name in "ab"]
+BAD = [
+    {"text": b""},
+    {**GOOD, "newer": 1},
+    {**GOOD, "costs": {"pass_s": 1.0, "newer": 1}},
+    {**GOOD, "costs": None},
+    {**GOOD, "text": "text"},
+    {**GOOD, "beginnings": b"no sketch"},
+]
+
+
+def router() -> SegmentRouter:
+    made = SegmentRouter(
+        deployment_id=DeploymentID("Replica"), handle_source=DeploymentHandleSource.REPLICA, self_actor_id="x"
+    )
+    made.initialize_state()
+    return made
+
+
+def replicas(*said: object) -> list[SimpleNamespace]:
+    """What Ray hands to a router of each replica, as far as it is read."""
+    return [
+        SimpleNamespace(
+            replica_id=name, routing_stats=stats, node_id="n", availability_zone="z", multiplexed_model_ids=set()
+        )
+        for name, stats in zip(NAMES, said, strict=True)
+    ]
+
+
+def asked() -> PendingRequest:
+    request = FleetRequest("POST", "/v1/completions", (), b"", TEXT)
+    return PendingRequest([request], {}, RequestMetadata(request_id="1", internal_request_id="1"))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_report_that_nobody_understands_is_left_out(bad: dict[str, object], caplog: pytest.LogCaptureFixture):
+    async def first() -> ReplicaID:
+        found = router()
+        given = replicas(bad, GOOD)
+        with caplog.at_level(logging.ERROR, "ray.serve"):
+            found.update_replicas(given)
+        ranked = await found.choose_replicas(given, asked())
+        for name in NAMES:
+            found.on_request_routed(asked(), name, None)
+        found.update_replicas(replicas(GOOD, GOOD))
+        assert len(await found.choose_replicas(given, asked())) == 2
+        found.update_replicas([])
+        assert not found._ranking._text._columns, "a place in the table is kept of who is gone"
+        return ranked[0][0].replica_id
+
+    assert asyncio.run(first()) == NAMES[1]
