@@ -131,9 +131,11 @@ class Ranking(Generic[Server]):
         """A prompt went to a server."""
         if (state := self._servers.get(server)) is not None:
             seconds = float(self._expect(text, [server]).prefill_s[0])
-            state.free_at = max(state.free_at, self._clock()) + seconds
-            self._text.sent(server, text.values)
-            self._beginnings.sent(server, text.chain())
+            now = self._clock()
+            state.free_at = max(state.free_at, now) + seconds
+            if now - state.heard <= SILENCE:  # what is noted is let go when the server is heard next
+                self._text.sent(server, text.values)
+                self._beginnings.sent(server, text.chain())
 
     def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
         """Of these servers, by what the first one takes: those of a fleet are alike."""
