@@ -9,6 +9,7 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
+from kvgraft.fleet.figures import FIGURES
 from kvgraft.fleet.known_text import pack
 from kvgraft.fleet.ranking import Report
 from kvgraft.fleet.requests import FleetRequest
@@ -69,3 +70,28 @@ def test_a_report_that_nobody_understands_is_left_out(bad: dict[str, object], ca
         return ranked[0][0].replica_id
 
     assert asyncio.run(first()) == NAMES[1]
+
+
+def counted() -> dict[tuple[str, str], float]:
+    """What was counted of routed requests, and of known tokens."""
+    samples = [sample for family in FIGURES.registry.collect() for sample in family.samples]
+    return {(one.name, one.labels.get("by", "")): one.value for one in samples if one.name.endswith("_total")}
+
+
+@pytest.mark.parametrize("said", [GOOD, None])
+def test_a_request_that_waits_for_a_place_is_counted_once(said: dict[str, object] | None):
+    async def ranked() -> None:
+        found = router()
+        given = replicas(said, said)
+        found.update_replicas(given)
+        waits = asked()
+        for _ in range(5):
+            await found.choose_replicas(given, waits)
+        await found.choose_replicas(given, asked())
+
+    before = counted()
+    asyncio.run(ranked())
+    by = "text" if said else "load"
+    assert counted()["kvgraft:fleet_routed_total", by] - before.get(("kvgraft:fleet_routed_total", by), 0.0) == 2
+    known = counted()["kvgraft:fleet_known_tokens_total", ""] - before["kvgraft:fleet_known_tokens_total", ""]
+    assert known == pytest.approx(2 * 2000 * bool(said), rel=0.1)
