@@ -27,7 +27,7 @@ HOP_BY_HOP = frozenset(
 )
 LEFT_OUT = HOP_BY_HOP | {"date", "server"}  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
-LOOK = aiohttp.ClientTimeout(total=10.0)  # for which an answer of the server about itself is waited for
+LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics are waited for
 IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
 METRICS_S = 5.0  # between two looks at the metrics of the server
@@ -130,7 +130,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica of which this raises."""
-        async with self._http().get(f"{self._server.url}/health", timeout=LOOK) as answer:
+        async with self._http().get(f"{self._server.url}/health") as answer:
             answer.raise_for_status()
 
     async def _answer(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
