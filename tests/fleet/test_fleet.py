@@ -67,6 +67,7 @@ def test_who_may_ask(fleet: RunningFleet):
     with fleet.http(None) as nobody, fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
         assert nobody.get("/health").status_code == 200
         assert nobody.post("/v1/completions", json={"prompt": "the"}).status_code == 401
+        assert nobody.post("/metrics", content=bytes((32 << 20) + 1)).status_code == 200  # nothing of it was read
         assert nobody.get("/v1/kvgraft/fleet").status_code == 401
         assert alice.get("/v1/kvgraft/fleet").status_code == 403
         assert len(admin.get("/v1/kvgraft/fleet").json()["replicas"]) == 2

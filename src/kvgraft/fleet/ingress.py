@@ -57,7 +57,7 @@ class Ingress:
         """One request."""
         try:
             principal = self._authenticate(request)
-            body = await read_body(request.headers, request.receive)
+            body = b"" if principal is None else await read_body(request.headers, request.receive)
         except Refused as refused:
             return refused.response
         except Disconnected:
@@ -76,7 +76,8 @@ class Ingress:
         return await self._ask_one(passed_on)
 
     def _authenticate(self, request: Request) -> Principal | None:
-        """Who asks; None where that does not matter. What a key allows its server decides."""
+        """Who asks; None where that does not matter: of a body nothing is read then. What a key allows its server
+        decides."""
         path = request.url.path
         if access(path) is Access.OPEN:
             return None
