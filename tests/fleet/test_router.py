@@ -48,8 +48,8 @@ def replicas(*said: object) -> list[SimpleNamespace]:
     ]
 
 
-def asked() -> PendingRequest:
-    request = FleetRequest("POST", "/v1/completions", (), b"", TEXT)
+def asked(*avoids: str) -> PendingRequest:
+    request = FleetRequest("POST", "/v1/completions", (), b"", TEXT, frozenset(avoids))
     return PendingRequest([request], {}, RequestMetadata(request_id="1", internal_request_id="1"))
 
 
@@ -95,3 +95,16 @@ def test_a_request_that_waits_for_a_place_is_counted_once(said: dict[str, object
     assert counted()["kvgraft:fleet_routed_total", by] - before.get(("kvgraft:fleet_routed_total", by), 0.0) == 2
     known = counted()["kvgraft:fleet_known_tokens_total", ""] - before["kvgraft:fleet_known_tokens_total", ""]
     assert known == pytest.approx(2 * 2000 * bool(said), rel=0.1)
+
+
+@pytest.mark.parametrize("said", [GOOD, None])
+def test_a_request_does_not_go_again_to_who_has_failed_it(said: dict[str, object] | None):
+    async def places(*avoids: str) -> set[ReplicaID]:
+        found = router()
+        given = replicas(said, None)
+        found.update_replicas(given)
+        return {one.replica_id for rank in await found.choose_replicas(given, asked(*avoids)) for one in rank}
+
+    assert asyncio.run(places()) == {*NAMES}
+    assert asyncio.run(places("a")) == {NAMES[1]}
+    assert asyncio.run(places("a", "b")) == {*NAMES}, "if there is no other one"

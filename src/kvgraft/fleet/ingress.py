@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.figures import FIGURES, labelled, shown
-from kvgraft.fleet.requests import FleetRequest, Head, decoded, narrowed_by, scope_of, texts_of
+from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
 from kvgraft.vllm.server.body import Disconnected, read_body
@@ -112,8 +113,11 @@ class Ingress:
                     return _response(head, first + b"".join([part async for part in answer]))
                 return StreamingResponse(_rest(first, answer), head.status, dict(head.headers))
             except (*FAILED, RayTaskError) as error:
-                if not isinstance(error, FAILED) and not isinstance(getattr(error, "cause", None), FAILED):
+                cause = getattr(error, "cause", None)
+                if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
                     raise
+                if isinstance(cause, ServerFailed):  # it may take a while until Ray knows
+                    request = replace(request, avoids=request.avoids | {*cause.args})
                 logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
                 FIGURES.failed.labels(attempt).inc()
             except DeploymentUnavailableError:

@@ -16,7 +16,7 @@ from kvgraft.evaluate.servers import running
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.ranking import HEARTBEAT, Report
-from kvgraft.fleet.requests import FleetRequest, Head
+from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
@@ -62,7 +62,7 @@ class Replica:
         self._looked = 0.0
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
-        """Pass a request on: first the head of the answer, then its body as it comes."""
+        """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
         number, text, is_read = self._num_requests, request.text, False
         self._num_requests += 1
         if text is not None:
@@ -76,6 +76,8 @@ class Replica:
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
                     yield part
+        except aiohttp.ClientError as error:
+            raise ServerFailed(self._name) from error
         finally:
             self._waiting.pop(number, None)
 

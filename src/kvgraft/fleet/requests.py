@@ -24,6 +24,7 @@ class FleetRequest:
         target: path and query.
         headers: names in lower case, and values.
         text: of its prompt; None: it is routed by load alone.
+        avoids: replicas that have failed it, and get it only if there is no other one.
     """
 
     method: str
@@ -31,6 +32,11 @@ class FleetRequest:
     headers: tuple[tuple[str, str], ...]
     body: bytes
     text: Fingerprints | None = None
+    avoids: frozenset[str] = frozenset()
+
+
+class ServerFailed(ConnectionError):
+    """The server of the replica with this name (the only argument) has not answered, or not in full."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ class SegmentRouter(LocalityMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """One rank for each replica, the best first."""
         request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if isinstance(request, FleetRequest) and request.avoids:
+            others = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in request.avoids]
+            candidate_replicas = others or candidate_replicas
         if self._routing == "random":
             _count("random", pending_request)
             if pending_request is not None:
