@@ -67,6 +67,7 @@ def test_who_may_ask(fleet: RunningFleet):
     with fleet.http(None) as nobody, fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
         assert nobody.get("/health").status_code == 200
         assert nobody.post("/v1/completions", json={"prompt": "the"}).status_code == 401
+        assert nobody.post("/metrics", content=bytes((32 << 20) + 1)).status_code == 200  # nothing of it was read
         assert nobody.get("/v1/kvgraft/fleet").status_code == 401
         assert alice.get("/v1/kvgraft/fleet").status_code == 403
         assert len(admin.get("/v1/kvgraft/fleet").json()["replicas"]) == 2
@@ -85,6 +86,29 @@ def test_what_servers_refuse_the_client_is_told(fleet: RunningFleet):
         assert too_long.status == 400
         assert "maximum context length" in too_long.text
         assert ask(client, Corpus(3, 1).prompt(0)).status == 200
+
+
+def test_what_is_refused_changes_nothing_that_is_known(fleet: RunningFleet):
+    """Paired: what is answered is counted."""
+
+    def known(name: str) -> float:
+        return sum(replica[name] for replica in fleet.replicas())
+
+    with fleet.http(ALICE) as alice, fleet.http(BOB) as bob:
+        asked = Corpus(8, 1).prompt(0)
+        before = known("prompt_bytes")
+        assert ask(alice, asked).status == 200
+        length = len(asked[0])
+        assert known("prompt_bytes") == before + length
+        fingerprints = known("fingerprints")
+        assert ask(bob, ("the " * 40_000, "")).status == 400
+        assert bob.post("/tokenize", json={"model": "bundled", "prompt": asked[0]}).status_code == 200
+        assert bob.post("/reset_prefix_cache").status_code in (403, 404)
+        odd = {"model": {}, "prompt": asked[0], "cache_salt": [1], "kv_transfer_params": {"kvgraft": {"namespace": 1}}}
+        assert bob.post("/v1/completions", json=odd).status_code in (400, 404)
+        assert bob.post("/v1/completions", json={"model": ["bundled"], "prompt": asked[0]}).status_code in (400, 404)
+        assert known("prompt_bytes") == before + length
+        assert known("fingerprints") == fingerprints > 0
 
 
 def test_streams_come_as_they_are_written(fleet: RunningFleet):

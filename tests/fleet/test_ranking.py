@@ -100,6 +100,19 @@ def test_who_says_nothing_holds_nothing(clock: Clock):
     assert not ranking.rank(FIRST, IDLE).informed
 
 
+def test_nothing_is_noted_of_who_says_nothing(clock: Clock):
+    """Paired: of who does, until it is heard next."""
+    ranking = ranking_of(clock, a=report())
+    ranking.sent("a", FIRST)
+    assert len(ranking._text._sent["a"]) == 1
+    clock.now += SILENCE + 1
+    for _ in range(100):
+        ranking.sent("a", FIRST)
+    assert len(ranking._text._sent["a"]) == 1
+    ranking.hear("a", report())
+    assert not ranking._text._sent["a"]
+
+
 def test_who_is_gone_is_forgotten(clock: Clock):
     ranking = ranking_of(clock, a=report(), b=report(FIRST))
     ranking.forget("b")

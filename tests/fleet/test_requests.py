@@ -5,7 +5,7 @@ import pytest
 
 from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.known_text import KnownText
-from kvgraft.fleet.requests import Head, decoded, scope_of, texts_of
+from kvgraft.fleet.requests import MAX_CHARACTERS, MAX_TEXTS, Head, decoded, narrowed_by, scope_of, texts_of
 from kvgraft.segments.fingerprints import Fingerprints
 
 SECRET = bytes(range(32))
@@ -27,6 +27,34 @@ PARTS = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url
 )
 def test_the_texts_of_a_prompt(request_: dict[str, object], texts: list[str]):
     assert texts_of(request_) == texts
+
+
+def test_deep_long_and_many_texts_are_no_texts():
+    """Paired: those that are just few, short and flat enough."""
+    deep: object = "a"
+    for _ in range(100_000):
+        deep = [deep]
+    assert texts_of({"prompt": deep}) == ["a"]
+    assert len(texts_of({"prompt": [""] * MAX_TEXTS})) == MAX_TEXTS
+    assert texts_of({"prompt": [""] * (MAX_TEXTS + 1)}) == []
+    assert texts_of({"prompt": "a" * MAX_CHARACTERS}) == ["a" * MAX_CHARACTERS]
+    assert texts_of({"prompt": "a" * MAX_CHARACTERS, "input": "a"}) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "parts"),
+    [
+        ({"model": "base"}, (b"", b"", b"")),
+        ({}, (b"", b"", b"")),
+        ({"model": "adapter", "cache_salt": "s"}, (b"", b"s", b"adapter")),
+        ({"kv_transfer_params": {"kvgraft": {"namespace": "n"}}}, (b"n", b"", b"")),
+        ({"model": {}, "cache_salt": [], "kv_transfer_params": {"kvgraft": {"namespace": {}}}}, (b"", b"", b"")),
+        ({"model": ["base"], "cache_salt": 1, "kv_transfer_params": {"kvgraft": 1}}, (b"", b"", b"")),
+        ({"model": "\x00", "cache_salt": "\ud800", "kv_transfer_params": [1]}, (b"", b"?", b"\x00")),
+    ],
+)
+def test_what_narrows_a_scope_is_text_whatever_is_given(request_: dict[str, object], parts: tuple[bytes, ...]):
+    assert narrowed_by(request_, {"base"}) == parts
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])

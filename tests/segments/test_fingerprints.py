@@ -70,3 +70,11 @@ def test_more_that_is_known_is_more_text(text: bytes, data: st.DataObject):
 def test_neighbours_that_are_too_far_from_each_other_say_nothing_of_what_lies_between():
     prints = Fingerprints(np.array([0, FARTHEST, 3 * FARTHEST]), np.arange(3, dtype=np.uint64), 4 * FARTHEST)
     assert prints.known_bytes(np.ones(3, bool)) == FARTHEST + 2 * WINDOW
+
+
+def test_text_that_repeats_itself_has_few():
+    """Of a run of one letter all windows are equal: of 250 such runs the scope would choose all of about two."""
+    runs = [bytes([first, second]) * 5000 for first in range(65, 90) for second in range(65, 75)]
+    runs += [bytes([letter]) * 10_000 for letter in range(250)]
+    assert sum(len(Fingerprints.of(run, SCOPE).values) for run in runs) > 0, "none is in danger"
+    assert max(len(Fingerprints.of(run, SCOPE).values) for run in runs) <= 2

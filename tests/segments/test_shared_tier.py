@@ -215,6 +215,43 @@ def test_ranks_have_parts_of_their_own(url):
         assert misses(one) == {}
 
 
+def test_what_one_rank_has_put_is_not_signed_for_another(url, request):
+    """Of one text ranks have other heads, of the same shape: whoever reaches the place must not swap them."""
+    server = request.getfixturevalue("server") if url.startswith("unix") else None
+    with share(url, rank=0) as zero:
+        put(zero, make_chunk(1))
+    with share(url, rank=0) as again, share(url, rank=1) as one:
+        assert holds(again, make_chunk(1))  # the pair: in its own part it is found
+        if server is not None:
+            for key in server.client.keys("kvgraft:rank-0:*/*"):
+                server.client.set(key.replace(b"rank-0", b"rank-1"), server.client.get(key))
+            server.client.copy("kvgraft:rank-0:records", "kvgraft:rank-1:records")
+        else:
+            files = FilePlace(url, "", ROOM, 1.0)._files
+            root = files._strip_protocol(url)
+            files.copy(f"{root}/rank-0", f"{root}/rank-1", recursive=True)
+        wait_for(lambda: misses(one) == {"forged": 1})
+        assert not knows(one, make_chunk(1))
+
+
+def test_no_more_is_known_than_the_bound(url, monkeypatch):
+    monkeypatch.setattr("kvgraft.segments.store.shared.MAX_RECORDS", 2)
+    chunks = [make_chunk(seed) for seed in range(4)]
+    with share(url, ram_bytes=0) as one, share(url, ram_bytes=0) as other:
+        for chunk in chunks:
+            put(one, chunk)
+            one.flush()
+            wait_for(lambda chunk=chunk: knows(other, chunk))
+        for store in (one, other):
+            wait_for(lambda store=store: [knows(store, chunk) for chunk in chunks] == [False, False, True, True])
+            assert len(store) == 2
+            assert all(holds(store, chunk) for chunk in chunks[2:])
+    with share(url) as third:
+        monkeypatch.undo()
+        assert third.counts["shared_hits"] == 0
+        assert holds(third, chunks[3])
+
+
 def test_what_is_computed_again_though_only_the_place_has_it_is_kept_here(url):
     with share(url) as one:
         put(one, make_chunk(1))
@@ -300,10 +337,11 @@ def test_data_of_other_chunks_and_forged_records_are_misses(server):
         told = server.client.xrange("kvgraft:records")[0][1]
         for forged in (b"", b"x", told[b"record"][:-1], flipped(told[b"record"]), bytes(32) + b"-" + bytes(40)):
             server.client.xadd("kvgraft:records", {"record": forged})
+        server.client.xadd("kvgraft:records", {"other": b"x"})
         put(share_and_close := stack.enter_context(share(server.url)), make_chunk(3))
         share_and_close.flush()
         wait_for(lambda: knows(store, make_chunk(3)))  # what comes behind them is still found
-        assert misses(store) == {"damaged": 1, "forged": 5}
+        assert misses(store) == {"damaged": 1, "forged": 6}
         server.client.delete(first, second)
         assert not holds(
             store, make_chunk(2) if store._tiers.memory.get(store.record(make_chunk(1).key)) else make_chunk(1)
@@ -469,12 +507,16 @@ def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(
         monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda: old)
         place.put("one/gone", b"record", b"data")
         (root / "chunks" / "one" / f"x.{old}.tmp").write_bytes(b"half")
+        (root / "chunks" / "one" / "of-somebody-else.tmp").write_bytes(b"half")
         monkeypatch.undo()
         place.remove("one/gone", b"removed")
     with closing(FilePlace(f"file://{root}", "", 10_000, 1.0)) as place:
         place.put("one/new", b"new record", b"data")
         assert place.come_since("", 100)[0] == [b"removed", b"new record"]  # that of the removal is young
-        assert [path.name for path in (root / "chunks").rglob("*") if path.is_file()] == ["new"]
+        assert [path.name for path in (root / "chunks").rglob("*") if path.is_file() and path.suffix != ".tmp"] == [
+            "new"
+        ]
+        assert [path.name for path in root.rglob("*.tmp")] == ["of-somebody-else.tmp"]
 
 
 def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp_path, monkeypatch):
@@ -498,6 +540,21 @@ def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp
         monkeypatch.undo()
         assert other.come_since(mark, 3)[0] == [b"late"]
         assert other.come_since(mark, 3)[0] == []
+
+
+def test_what_a_clock_far_ahead_has_dated_hides_nothing(tmp_path, monkeypatch):
+    url = f"file://{tmp_path / 'shared'}"
+    with closing(FilePlace(url, "", ROOM, 1.0)) as place, closing(FilePlace(url, "", ROOM, 1.0)) as other:
+        ahead = time.time_ns() + 10**4 * 10**9
+        monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda: ahead)
+        place.put("one/ahead", b"ahead", b"data")
+        monkeypatch.undo()
+        told, mark = other.come_since("", 100)
+        assert told == [b"ahead"]
+        place.put("one/now", b"now", b"data")
+        told, mark = other.come_since(mark, 100)
+        assert told == [b"now"]
+        assert other.come_since(mark, 100)[0] == []
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,9 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.figures import FIGURES, labelled, shown
-from kvgraft.fleet.requests import FleetRequest, Head, decoded, scope_of, texts_of
+from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
 from kvgraft.segments.fingerprints import Fingerprints
-from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
 from kvgraft.vllm.server.body import Disconnected, read_body
 from kvgraft.vllm.server.errors import Refused
@@ -26,7 +26,12 @@ from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 
 STATUS = "/v1/kvgraft/fleet"
+PROMPTED = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"}
+    | {"/v1/messages", "/v1/responses", "/invocations"}
+)  # what is posted there is read, and held then
 OF_ALL = ("/v1/kvgraft/segments", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+LONG = 1 << 18  # bytes of a body that others need not wait for
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
 
@@ -53,7 +58,7 @@ class Ingress:
         """One request."""
         try:
             principal = self._authenticate(request)
-            body = await read_body(request.headers, request.receive)
+            body = b"" if principal is None else await read_body(request.headers, request.receive)
         except Refused as refused:
             return refused.response
         except Disconnected:
@@ -63,7 +68,8 @@ class Ingress:
             return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
         if path == STATUS:
             return await self._status(principal)
-        text = self._text_of(principal, body) if principal is not None and request.method == "POST" else None
+        is_read = principal is not None and request.method == "POST" and path in PROMPTED
+        text = await self._text_of(principal, body) if principal is not None and is_read else None
         target = path + (f"?{request.url.query}" if request.url.query else "")
         passed_on = FleetRequest(request.method, target, tuple(request.headers.items()), body, text)
         if path.startswith(OF_ALL) and request.method != "GET":
@@ -71,7 +77,8 @@ class Ingress:
         return await self._ask_one(passed_on)
 
     def _authenticate(self, request: Request) -> Principal | None:
-        """Who asks; None where that does not matter. What a key allows its server decides."""
+        """Who asks; None where that does not matter: of a body nothing is read then. What a key allows its server
+        decides."""
         path = request.url.path
         if access(path) is Access.OPEN:
             return None
@@ -81,18 +88,18 @@ class Ingress:
             raise Refused(401, "no valid API key in the Authorization header", challenge=challenge)
         return principal
 
-    def _text_of(self, principal: Principal, body: bytes) -> Fingerprints | None:
+    async def _text_of(self, principal: Principal, body: bytes) -> Fingerprints | None:
         """By which a request is routed; None if it has no text."""
+        if len(body) > LONG:
+            return await asyncio.to_thread(self._found_text, principal, body)
+        return self._found_text(principal, body)
+
+    def _found_text(self, principal: Principal, body: bytes) -> Fingerprints | None:
         request = decoded(body)
         if not (texts := texts_of(request)):
             return None
-        params = request.get(PARAMS)
-        options = params.get(KEY) if isinstance(params, dict) else None
-        namespace = options.get("namespace", "") if isinstance(options, dict) else ""
-        model = request.get("model")
-        narrowed = (namespace, request.get("cache_salt") or "", "" if model in self._names else model)
-        parts = [str(part).encode(errors="replace") for part in narrowed]
         with FIGURES.routing.labels("fingerprints").time():
+            parts = narrowed_by(request, self._names)
             scope = scope_of(self._secret, principal.tenant.identity, *parts)
             return Fingerprints.joined(Fingerprints.of(text.encode(errors="replace"), scope) for text in texts)
 
@@ -106,8 +113,11 @@ class Ingress:
                     return _response(head, first + b"".join([part async for part in answer]))
                 return StreamingResponse(_rest(first, answer), head.status, dict(head.headers))
             except (*FAILED, RayTaskError) as error:
-                if not isinstance(error, FAILED) and not isinstance(getattr(error, "cause", None), FAILED):
+                cause = getattr(error, "cause", None)
+                if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
                     raise
+                if isinstance(cause, ServerFailed):  # it may take a while until Ray knows
+                    request = replace(request, avoids=request.avoids | {*cause.args})
                 logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
                 FIGURES.failed.labels(attempt).inc()
             except DeploymentUnavailableError:

@@ -101,9 +101,9 @@ class Ranking(Generic[Server]):
 
     def forget(self, server: Server) -> None:
         """A server is gone."""
-        if self._servers.pop(server, None) is not None:
-            self._text.remove_server(server)
-            self._beginnings.remove_server(server)
+        self._servers.pop(server, None)
+        self._text.remove_server(server)
+        self._beginnings.remove_server(server)
 
     def rank(self, text: Fingerprints, in_flight: Mapping[Server, int]) -> Ranked[Server]:
         """The servers in the order in which a prompt should be offered to them.
@@ -131,9 +131,11 @@ class Ranking(Generic[Server]):
         """A prompt went to a server."""
         if (state := self._servers.get(server)) is not None:
             seconds = float(self._expect(text, [server]).prefill_s[0])
-            state.free_at = max(state.free_at, self._clock()) + seconds
-            self._text.sent(server, text.values)
-            self._beginnings.sent(server, text.chain())
+            now = self._clock()
+            state.free_at = max(state.free_at, now) + seconds
+            if now - state.heard <= SILENCE:  # what is noted is let go when the server is heard next
+                self._text.sent(server, text.values)
+                self._beginnings.sent(server, text.chain())
 
     def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
         """Of these servers, by what the first one takes: those of a fleet are alike."""

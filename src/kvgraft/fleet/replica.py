@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from kvgraft.evaluate.servers import running
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.ranking import HEARTBEAT, Report
-from kvgraft.fleet.requests import FleetRequest, Head
+from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
@@ -26,9 +27,12 @@ HOP_BY_HOP = frozenset(
 )
 LEFT_OUT = HOP_BY_HOP | {"date", "server"}  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
+LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics are waited for
+IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
 METRICS_S = 5.0  # between two looks at the metrics of the server
 POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
+TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is believed
 START_S = 1800.0  # a large model may be fetched first
 
 
@@ -58,18 +62,22 @@ class Replica:
         self._looked = 0.0
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
-        """Pass a request on: first the head of the answer, then its body as it comes."""
-        number, text = self._num_requests, request.text
+        """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
+        number, text, is_read = self._num_requests, request.text, False
         self._num_requests += 1
         if text is not None:
             self._waiting[number] = self._prefill_s(text)
         try:
             async with aclosing(self._answer(request)) as answer:
                 async for part in answer:
-                    if isinstance(part, bytes) and self._waiting.pop(number, None) is not None and text is not None:
+                    if isinstance(part, Head):
+                        is_read = part.status == HTTPStatus.OK  # or it was refused
+                    elif self._waiting.pop(number, None) is not None and text is not None and is_read:
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
                     yield part
+        except aiohttp.ClientError as error:
+            raise ServerFailed(self._name) from error
         finally:
             self._waiting.pop(number, None)
 
@@ -78,9 +86,9 @@ class Replica:
         parts: list[Any] = []
         async with aclosing(self._answer(request)) as answer:
             parts += [part async for part in answer]
-        if request.target.startswith("/reset_prefix_cache"):
-            self._held.clear()
         head, *body = parts
+        if request.target.startswith("/reset_prefix_cache") and head.status == HTTPStatus.OK:
+            self._held.clear()
         return head, b"".join(body)
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -118,7 +126,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, str]:
         """Its name, and the metrics of its server as they are shown."""
-        async with self._http().get(f"{self._server.url}/metrics") as answer:
+        async with self._http().get(f"{self._server.url}/metrics", timeout=LOOK) as answer:
             answer.raise_for_status()
             return self._name, await answer.text()
 
@@ -142,8 +150,14 @@ class Replica:
         """Made in the event loop that it is used in."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout,
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),  # clients have nothing in common
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                auto_decompress=False,
+            )
         return self._session
 
     def _prefill_s(self, text: Fingerprints) -> float:
@@ -162,7 +176,7 @@ class Replica:
                 elif name == "kvgraft:cost_seconds":
                     costs[f"{labels['of']}_s"] = value
                 elif name == "vllm:prompt_tokens_total" and value and self._num_bytes:
-                    self._bytes_per_token = self._num_bytes / value
+                    self._bytes_per_token = min(max(self._num_bytes / value, TOKEN_BYTES[0]), TOKEN_BYTES[1])
         self._costs = Costs(**costs) if costs else self._costs
         self._held.resize(self._pool_tokens * self._bytes_per_token)
 

@@ -2,13 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.vllm.options import KEY, PARAMS
+
+MAX_TEXTS = 1 << 12  # of a request; one with more is routed by load, as all others would wait for it
+MAX_CHARACTERS = 1 << 22  # of them together
+_FIELDS = ("prompt", "instructions", "input", "messages")
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +24,7 @@ class FleetRequest:
         target: path and query.
         headers: names in lower case, and values.
         text: of its prompt; None: it is routed by load alone.
+        avoids: replicas that have failed it, and get it only if there is no other one.
     """
 
     method: str
@@ -26,6 +32,11 @@ class FleetRequest:
     headers: tuple[tuple[str, str], ...]
     body: bytes
     text: Fingerprints | None = None
+    avoids: frozenset[str] = frozenset()
+
+
+class ServerFailed(ConnectionError):
+    """The server of the replica with this name (the only argument) has not answered, or not in full."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +66,39 @@ def decoded(body: bytes) -> Mapping[str, Any]:
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:
     """The texts of an OpenAI request's prompt in their order: a completion, a chat or a response; token ids are none,
-    nor are pictures."""
-    return [text for field in ("prompt", "instructions", "input", "messages") for text in _texts(request.get(field))]
+    nor are pictures. None at all if there are too many, or they are too long."""
+    texts: list[str] = []
+    parts, room = [request.get(field) for field in reversed(_FIELDS)], MAX_CHARACTERS
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            texts.append(part)
+            room -= len(part)
+        elif isinstance(part, list):
+            parts += [inner for inner in reversed(part) if isinstance(inner, str | list | dict)]
+        elif isinstance(part, dict):
+            parts.append(part.get("content", part.get("text")))
+        if room < 0 or len(texts) > MAX_TEXTS:
+            return []
+    return texts
+
+
+def narrowed_by(request: Mapping[str, Any], names: Collection[str]) -> tuple[bytes, ...]:
+    """What of a request narrows down whose cache it uses: namespace, salt and adapter. What servers refuse is empty.
+
+    Args:
+        names: of the model itself, which is no adapter.
+    """
+    params = request.get(PARAMS)
+    options = params.get(KEY) if isinstance(params, dict) else None
+    namespace = options.get("namespace") if isinstance(options, dict) else None
+    model = request.get("model")
+    adapter = None if isinstance(model, str) and model in names else model
+    given = (namespace, request.get("cache_salt"), adapter)
+    return tuple(part.encode(errors="replace") if isinstance(part, str) else b"" for part in given)
 
 
 def scope_of(secret: bytes, *parts: bytes) -> bytes:
     """The scope of fingerprints, 32 bytes, of whoever these parts name: nobody makes it without the secret."""
     named = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hashlib.blake2b(named, digest_size=32, key=secret).digest()
-
-
-def _texts(found: Any) -> Iterator[str]:
-    if isinstance(found, str):
-        yield found
-    elif isinstance(found, list):
-        for part in found:
-            yield from _texts(part)
-    elif isinstance(found, dict):
-        yield from _texts(found.get("content", found.get("text")))

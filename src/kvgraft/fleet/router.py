@@ -39,15 +39,24 @@ class SegmentRouter(LocalityMixin, RequestRouter):
             said = replica.routing_stats
             if said and self._heard.get(replica.replica_id) != said:
                 self._heard[replica.replica_id] = said
-                self._ranking.hear(replica.replica_id, Report.of(said))
+                try:
+                    self._ranking.hear(replica.replica_id, Report.of(said))
+                except Exception:  # Ray would never tell of replicas again
+                    logger.exception("what %s says is not understood", replica.replica_id)
+                    self._ranking.forget(replica.replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One rank for each replica, the best first."""
         request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if isinstance(request, FleetRequest) and request.avoids:
+            others = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in request.avoids]
+            candidate_replicas = others or candidate_replicas
         if self._routing == "random":
-            figures.FIGURES.routed.labels("random").inc()
+            _count("random", pending_request)
+            if pending_request is not None:
+                pending_request.routing_context.should_backoff = True
             return [random.sample(candidate_replicas, 1)]
         if pending_request is None or not isinstance(request, FleetRequest) or request.text is None:
             return self._by_load(candidate_replicas, pending_request)
@@ -64,8 +73,7 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         figures.FIGURES.routing.labels("ranking").observe(time.perf_counter() - started)
         if not ranked.informed:
             return self._by_load(candidate_replicas, pending_request)
-        figures.FIGURES.routed.labels("text").inc()
-        figures.FIGURES.known.inc(ranked.known_tokens)
+        _count("text", pending_request, ranked.known_tokens)
         pending_request.routing_context.should_backoff = True  # before it is ranked again
         return [[by_id[name]] for name in ranked.servers]
 
@@ -73,7 +81,10 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         """It is on its way, and will be known there."""
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, FleetRequest) and request.text is not None:
-            self._ranking.sent(replica_id, request.text)
+            try:
+                self._ranking.sent(replica_id, request.text)
+            except Exception:  # Ray would fail the request, which has begun
+                logger.exception("what was sent to %s is not noted", replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Nothing is sent there any more."""
@@ -85,7 +96,15 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         self, replicas: list[RunningReplica], pending_request: PendingRequest | None, reason: str = "load"
     ) -> list[list[RunningReplica]]:
         """Ray asks both how much they have to do, and takes the one with less."""
-        figures.FIGURES.routed.labels(reason).inc()
+        _count(reason, pending_request)
         near = self.apply_locality_routing(pending_request)
         found = [replica for replica in replicas if replica.replica_id in near]
         return [random.sample(found, min(2, len(found)))]
+
+
+def _count(by: str, pending_request: PendingRequest | None, known_tokens: float = 0.0) -> None:
+    """Count a request once, however often it is ranked before a replica takes it."""
+    tried = pending_request.routing_context if pending_request is not None else None
+    if tried is None or not (tried.tried_same_node or tried.tried_same_az or tried.should_backoff):
+        figures.FIGURES.routed.labels(by).inc()
+        figures.FIGURES.known.inc(known_tokens)

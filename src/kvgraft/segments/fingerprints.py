@@ -38,6 +38,7 @@ class Fingerprints:
         check_scope(scope)
         windows = window_hashes(np.frombuffer(text, np.uint8), WINDOW, scope)
         places = np.flatnonzero(windows % np.uint64(SPACING) == 0)
+        places = places[~_repeats(places, windows[places])]
         digests = [hashlib.blake2b(text[at : at + WINDOW], digest_size=8, key=scope).digest() for at in places.tolist()]
         return cls(places, np.frombuffer(b"".join(digests), "<u8"), len(text))
 
@@ -73,3 +74,12 @@ class Fingerprints:
         bridged = known[..., :-1] & known[..., 1:] & (gaps <= FARTHEST)
         found: np.ndarray = known @ reach.astype(np.int64) + bridged @ (gaps - reach[:-1]).astype(np.int64)
         return found
+
+
+def _repeats(places: np.ndarray, windows: np.ndarray) -> np.ndarray:
+    """Which windows overlap an equal one before them, bool [n]: in "aaaa" all would be chosen, or none."""
+    order = np.lexsort((places, windows))
+    is_near = np.diff(places[order]) < WINDOW
+    repeats = np.zeros(len(places), bool)
+    repeats[order[1:]] = is_near & (windows[order[1:]] == windows[order[:-1]])
+    return repeats

@@ -84,7 +84,8 @@ class FilePlace:
         for listed in new:
             self._told.setdefault(_minute_of(listed.path), set()).add(listed.path)
         is_all = len(new) < most
-        mark = str(max([int(mark or 0), *(listed.came for listed in new), *([now * MINUTE] if is_all else [])]))
+        came = [min(listed.came, now * MINUTE) for listed in new]  # what is dated ahead must not hide what comes
+        mark = str(max([int(mark or 0), *came, *([now * MINUTE] if is_all else [])]))
         for minute in [minute for minute in self._told if int(minute) < int(mark) // MINUTE - 1]:
             del self._told[minute]
         return [found[listed.path] for listed in new if listed.path in found], mark
@@ -133,7 +134,8 @@ class FilePlace:
             if listed.came < young and f"{self._root}/chunks/{listed.name}".encode() not in budget:
                 self._remove(listed.path)
         for path in sizes:
-            if path.endswith(_TEMPORARY) and int(path.split(".")[-2]) < time.time_ns() - STALE_S * 10**9:
+            began = path.removesuffix(_TEMPORARY).rpartition(".")[2]
+            if path.endswith(_TEMPORARY) and began.isdecimal() and int(began) < time.time_ns() - STALE_S * 10**9:
                 self._remove(path)
         self._written = 0
 

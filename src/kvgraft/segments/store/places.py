@@ -39,7 +39,7 @@ def check_url(url: str) -> None:
     """Raise ValueError if there is no place with such a URL, or its client is not installed. Connects to nothing."""
     parts = urlsplit(url)
     if not parts.scheme:
-        raise ValueError(f"shared tier {url!r}: no URL: give {ALLOWED}")
+        raise ValueError(f"shared tier {_without_password(url)!r}: no URL: give {ALLOWED}")
     try:
         if is_server(url):
             RedisPlace(url, "", 1.0).close()
@@ -49,11 +49,13 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(parts.scheme)
     except ImportError as error:
         package = "pip install 'kvgraft[fleet]'" if is_server(url) else "install it"
-        raise ValueError(f"shared tier {url!r}: a client is missing: {error}: {package}") from error
+        raise ValueError(f"shared tier {_without_password(url)!r}: a client is missing: {error}: {package}") from error
     except ValueError as error:
         raise ValueError(f"shared tier {_without_password(url)!r}: {error}: allowed are {ALLOWED}") from error
     if parts.scheme in ("file", "local") and (parts.netloc or not parts.path.startswith("/")):
-        raise ValueError(f"shared tier {url!r}: a directory has three slashes before it: file:///DIR")
+        raise ValueError(
+            f"shared tier {_without_password(url)!r}: a directory has three slashes before it: file:///DIR"
+        )
 
 
 def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Place:
@@ -77,4 +79,5 @@ def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: fl
 def _without_password(url: str) -> str:
     """A URL as it may be shown."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    place = f"{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return f"{parts.scheme}://{place}" if parts.scheme else place

@@ -62,7 +62,7 @@ class RedisPlace:
         the last of them means that they were all removed, and others are numbered from anew."""
         found = self._behind.xrange(self._records, f"({mark}" if mark else "-", "+", count=most)
         if found:
-            return [fields[b"record"] for _, fields in found], found[-1][0].decode()
+            return [fields.get(b"record", b"") for _, fields in found], found[-1][0].decode()
         last = self._behind.xrevrange(self._records, count=1) if mark else []
         is_there = bool(last) and _as_numbers(last[0][0].decode()) >= _as_numbers(mark or "0-0")
         return [], mark if is_there else ""

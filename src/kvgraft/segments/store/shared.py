@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PERIOD_S = 1.0  # between two looks at what has come
 START_S = 5.0  # for which the first look is waited for
 FLUSH_S = 10.0  # for which it is waited that all is written
+MAX_RECORDS = 1 << 17  # that are known at once; for others the oldest are forgotten
 PAGE = 512  # records that are asked for together
 NEWS = 256  # that are told together: whoever asks has other things to do
 NUM_READERS = 8
@@ -171,6 +172,14 @@ class SharedTier:
         """Whether this very record, not another one of its key, is to be written."""
         return self._waiting.get(record.key, (None,))[0] is record
 
+    def _know(self, record: Record) -> None:
+        """A chunk can be asked for. Nobody tells what the place has evicted: the oldest are the likeliest."""
+        self._records[record.key] = record
+        if len(self._records) > MAX_RECORDS:
+            oldest = next(iter(self._records))
+            del self._records[oldest]
+            self._news[oldest] = Gone.EVICTED
+
     def _forget_all(self) -> None:
         """Nothing is left there of what was told."""
         self._news |= dict.fromkeys(self._records, Gone.EVICTED)
@@ -210,7 +219,7 @@ class SharedTier:
             if self._waits(record):  # or it was removed meanwhile
                 del self._waiting[record.key]
                 if is_kept:
-                    self._records[record.key] = record
+                    self._know(record)
                 else:
                     self._news[record.key] = Gone.EVICTED
 
@@ -259,7 +268,8 @@ class SharedTier:
                 if told[len(_REMOVED) : -KEY_BYTES] != self._id:
                     self._forget_removed(told[-KEY_BYTES:])
             elif record.key not in self:
-                self._records[record.key] = self._news[record.key] = record
+                self._news[record.key] = record
+                self._know(record)
 
     def _attempt(self, doing: str, act: Callable[[], bool | None]) -> bool:
         """Do something with the place; what fails is counted."""

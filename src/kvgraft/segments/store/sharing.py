@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvgraft.segments.store.chunk import Record
 from kvgraft.segments.store.places import Place, open_place
 from kvgraft.segments.store.seals import Seal
+from kvgraft.segments.store.secret import derive
 from kvgraft.segments.store.shared import SharedTier, removal
 
 
@@ -32,14 +33,19 @@ class Sharing:
 
     def open(self) -> "SharedTier":
         """The tier; see `open_place` for what it raises. A place that cannot be reached is no error."""
-        return SharedTier(self._place(), self.secret, timeout_s=self.timeout_s)
+        return SharedTier(self._place(), self._own_secret, timeout_s=self.timeout_s)
 
     def remove(self, records: Iterable[Record]) -> None:
         """Remove chunks for all who share the place, as its operator. Raises whatever the place's client raises."""
-        seal = Seal(self.secret)
+        seal = Seal(self._own_secret)
         with closing(self._place()) as place:
             for record in records:
                 place.remove(seal.name(record), seal.close_record(removal(record.key, os.urandom(8))))
+
+    @property
+    def _own_secret(self) -> bytes:
+        """Of this rank: of one text each has other data of the same shape, which is not signed for the others."""
+        return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
 
     def _place(self) -> Place:
         folder = "" if self.rank is None else f"rank-{self.rank}"
