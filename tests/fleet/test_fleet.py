@@ -81,6 +81,8 @@ def test_what_servers_refuse_the_client_is_told(fleet: RunningFleet):
         assert client.post("/v1/completions", content=b"{").status_code == 400
         assert client.post("/v1/completions", json={"model": "bundled", "prompt": ""}).status_code in (200, 400)
         assert client.get("/nothing").status_code == 404
+        assert client.get("/nothing/%2e%2e/v1/models").status_code == 404  # as a server sees it
+        assert client.get("/v1/models%3Fa").status_code == 404
         assert client.post("/v1/completions", content=bytes((32 << 20) + 1)).status_code == 413
         too_long = ask(client, ("the " * 40_000, ""))
         assert too_long.status == 400

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -70,7 +71,8 @@ class Ingress:
             return await self._status(principal)
         is_read = principal is not None and request.method == "POST" and path in PROMPTED
         text = await self._text_of(principal, body) if principal is not None and is_read else None
-        target = path + (f"?{request.url.query}" if request.url.query else "")
+        written = request.scope.get("raw_path") or quote(path).encode()
+        target = written.decode() + (f"?{request.url.query}" if request.url.query else "")
         passed_on = FleetRequest(request.method, target, tuple(request.headers.items()), body, text)
         if path.startswith(OF_ALL) and request.method != "GET":
             return await self._ask_all(passed_on)

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import get_replica_context
+from yarl import URL
 
 from kvgraft.evaluate.servers import running
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
@@ -137,7 +138,7 @@ class Replica:
 
     async def _answer(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         headers = [(name, value) for name, value in request.headers if name not in HOP_BY_HOP]
-        url = self._server.url + request.target
+        url = URL(self._server.url + request.target, encoded=True)  # as the client has written it
         async with self._http().request(
             request.method, url, headers=headers, data=request.body, allow_redirects=False
         ) as answer:
