@@ -78,7 +78,8 @@ def test_what_waits_is_read_while_time_passes(clock: Clock):
 def test_what_was_sent_waits_there_and_is_known_there(clock: Clock):
     ranking = ranking_of(clock, a=report(), b=report())
     ranking.sent("b", FIRST)
-    assert ranking.rank(SECOND, {"a": 0, "b": 0}).servers[0] == "a", "b has to read the first"
+    assert ranking.rank(SECOND, {"a": 0, "b": 1}).servers[0] == "a", "b has to read the first"
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", "it has, whatever it was expected to take"
     clock.now += 1.0
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", "it has read it, and did not say so yet"
     ranking.hear("b", report())

@@ -54,6 +54,10 @@ class _State:
     heard: float  # when
     free_at: float  # when all prompts that were sent there will have been read, as far as can be told
 
+    def free_at_with(self, in_flight: int) -> float:
+        """The same, with so many requests in flight: without any only what others have sent can wait."""
+        return self.free_at if in_flight else self.heard + self.report.waiting_s
+
 
 @dataclass(frozen=True)
 class Ranked(Generic[Server]):
@@ -115,7 +119,8 @@ class Ranking(Generic[Server]):
         loads = np.fromiter(in_flight.values(), np.int64, len(servers))
         states = [self._servers.get(server) for server in servers]
         is_heard = np.array([state is not None and now - state.heard <= SILENCE for state in states], bool)
-        seconds = np.array([0.0 if state is None else max(state.free_at - now, 0.0) for state in states])
+        free_at = [0.0 if s is None else s.free_at_with(load) for s, load in zip(states, loads.tolist(), strict=True)]
+        seconds = np.maximum(np.array(free_at) - now, 0.0)
         known, informed = np.zeros(len(servers)), bool(is_heard.any())
         if informed:
             expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
