@@ -1,15 +1,13 @@
 """A request on its way through a fleet, and the text by which it is routed."""
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.options import KEY, PARAMS
+from kvgraft.vllm.server.body import parsed
 
 MAX_TEXTS = 1 << 12  # of a request; one with more is routed by load, as all others would wait for it
 MAX_CHARACTERS = 1 << 22  # of them together
@@ -55,12 +53,9 @@ class Head:
 def decoded(body: bytes) -> Mapping[str, Any]:
     """A JSON object; an empty one for a body that is none."""
     try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        try:
-            found = json.loads(body)  # vLLM understands more than strict JSON
-        except (ValueError, RecursionError):
-            return {}
+        found = parsed(body)
+    except ValueError:
+        return {}
     return found if isinstance(found, dict) else {}
 
 

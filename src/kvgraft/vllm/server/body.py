@@ -1,5 +1,9 @@
 """The body of an HTTP request, as far as it is taken."""
 
+import json
+from typing import Any
+
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
@@ -33,3 +37,14 @@ async def read_body(headers: Headers, receive: Receive) -> bytes:
             raise too_long
         more = message.get("more_body", False)
     return bytes(body)
+
+
+def parsed(body: bytes) -> Any:
+    """A JSON body. vLLM understands more than strict JSON, and so do we. ValueError if nobody understands it."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        try:
+            return json.loads(body)
+        except RecursionError as error:
+            raise ValueError("the body is nested too deeply") from error

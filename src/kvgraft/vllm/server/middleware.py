@@ -1,6 +1,5 @@
 """Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
 
-import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, PARAMS, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
-from kvgraft.vllm.server.body import Disconnected, read_body
+from kvgraft.vllm.server.body import Disconnected, parsed, read_body
 from kvgraft.vllm.server.call import CURRENT, Call
 from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused
@@ -117,14 +116,11 @@ def _peek(body: bytes) -> _Peek:
 
 
 def _may_call_tools(body: bytes) -> bool:
-    """Whether a request may call tools. vLLM understands more than strict JSON; what nobody understands might."""
+    """Whether a request may call tools; what nobody understands might."""
     try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError):
-            return bool(body)
+        found = parsed(body)
+    except ValueError:
+        return bool(body)
     return isinstance(found, dict) and bool(found.get("tools")) and found.get("tool_choice") != "none"
 
 
