@@ -2,7 +2,7 @@
 
 import os
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvgraft.vllm.compat import ALLOW_UNTESTED, BY_HEAD, CONNECTOR, FLOW, HEAD_M
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.given_answers import RAW
+from kvgraft.vllm.server.flags import FLAGS
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.server.sharing import FLAG, Grants
 from kvgraft.vllm.server.tenancy import Keyring
@@ -82,50 +83,6 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def _kinds(text: str) -> tuple[str, ...]:
-    """By commas."""
-    return tuple(text.split(","))
-
-
-_PLAIN: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # flags with one value: name, type, help
-    ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
-    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
-    ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
-    ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
-    ("watermark", float, "Share of used blocks above which frozen ones are shed."),
-    ("frozen-capacity", float, "Share of the pool that frozen blocks may take."),
-    ("frozen-quota", float, "Share of that which one tenant may take."),
-    ("document-gib", float, "Host memory for documents kept in part (condense)."),
-    (
-        "refresh",
-        float,
-        "Read popular text exactly that is known only approximately while no request runs, at most so many tokens as "
-        "this share of what requests have brought; 0: none.",
-    ),
-    ("mode", str, "live, or discover: graft nothing, and say in reports and metrics what would have been."),
-    ("guard", float, "Share of the answers on approximate KV that are scored again with exact KV."),
-    (
-        "guard-target",
-        str,
-        "flips=0.01 or kl=0.05: a policy whose answers are worse gets a larger budget, then exact KV.",
-    ),
-    ("guard-tokens", int, "That may be computed a minute to score answers."),
-    ("exact-for", _kinds, "Kinds of requests that always get exact KV: tools, json, or both with a comma."),
-    ("store-dir", str, "Directory for exact blocks, which outlasts the server."),
-    ("store-ram-gib", float, "Host memory for exact blocks that vLLM reclaims."),
-    ("store-disk-gib", float, "Size of the store's directory."),
-    ("store-quota", float, "Share of the store that one namespace may take."),
-    (
-        "store-shared",
-        str,
-        "Place that machines share: redis://HOST:6379/0, valkey://, s3://BUCKET/PATH, file:///DIR; it needs "
-        "KVGRAFT_CACHE_SECRET, the same for all of them.",
-    ),
-    ("store-shared-timeout", float, "Seconds for which a prompt waits for it."),
-    ("store-shared-gib", float, "Size of a shared directory."),
-)
-
-
 def _make_parser() -> FlexibleArgumentParser:
     parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
     parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
@@ -160,7 +117,7 @@ def _make_parser() -> FlexibleArgumentParser:
         default=None,
         help="Graft only text that stood at the beginning of what it was read in, as frozen text does.",
     )
-    for flag, kind, text in _PLAIN:
+    for flag, kind, text in FLAGS:
         group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
     group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
     _add_owners(group)
