@@ -35,8 +35,7 @@ def test_ten_thousand_requests_and_two_killed_servers(fleet: RunningFleet):
     lock, started = threading.Lock(), time.monotonic()
 
     def send(number: int) -> Asked:
-        with fleet.http() as client:
-            found = ask(client, corpus.prompt(number * 7919 % PAIRS, turned=number % 3 == 0, question=number))
+        found = ask(client, corpus.prompt(number * 7919 % PAIRS, turned=number % 3 == 0, question=number))
         with lock:
             answered["all"] += 1
             kill = kills.pop(answered["all"], None)
@@ -44,7 +43,7 @@ def test_ten_thousand_requests_and_two_killed_servers(fleet: RunningFleet):
             os.kill(fleet.replicas()[0][kill], signal.SIGKILL)
         return found
 
-    with ThreadPoolExecutor(THREADS) as threads:
+    with fleet.http() as client, ThreadPoolExecutor(THREADS) as threads:
         found = list(threads.map(send, range(REQUESTS)))
     took = time.monotonic() - started
     fleet.wait_for(2)

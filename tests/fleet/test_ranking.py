@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.fleet.known_text import GRACE, pack
+from kvgraft.fleet.pace import FASTEST, SLOWEST, Pace
 from kvgraft.fleet.ranking import SILENCE, Ranking, Report
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints
@@ -30,11 +31,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def report(*texts: Fingerprints, waiting_s: float = 0.0) -> Report:
+def report(*texts: Fingerprints, waiting_s: float = 0.0, pace: float = 1.0) -> Report:
     """Of a server that has read these, each on its own."""
     held, begun = ([text.values for text in texts], [text.chain() for text in texts])
     empty = [np.zeros(0, np.uint64)]
-    return Report(pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS)
+    return Report(pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS, pace=pace)
 
 
 def ranking_of(clock: Clock, *, grafts: bool = True, **reports: Report) -> Ranking[str]:
@@ -73,6 +74,36 @@ def test_what_waits_is_read_while_time_passes(clock: Clock):
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a"
     clock.now += 2.0
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b"
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 4.0])
+def test_what_waits_is_read_at_the_pace_of_the_server(clock: Clock, pace: float):
+    ranking = ranking_of(clock, a=report(pace=pace), b=report(FIRST, pace=pace))
+    for text in (SECOND, THIRD):
+        ranking.sent("b", text)  # half a second at pace 1, and a holder is sooner by a quarter
+    clock.now += 0.15 * pace
+    assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers[0] == "a"
+    clock.now += 0.25 * pace
+    assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers[0] == "b"
+
+
+def test_a_server_that_was_slow_once_gets_prompts_all_the_same(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report(pace=50.0), c=report())
+    first = {ranking.rank(SECOND, IDLE).servers[0] for _ in range(40)}
+    assert first == {"a", "b", "c"}
+
+
+@given(given=st.lists(st.tuples(st.floats(0.001, 100), st.floats(0.001, 100)), min_size=1))
+def test_a_pace_lies_between_the_slowest_and_the_fastest_prompt(given: list[tuple[float, float]]):
+    pace = Pace()
+    assert pace.value == 1.0
+    for expected_s, real_s in given:
+        pace.add(expected_s, real_s)
+    ratios = [real_s / expected_s for expected_s, real_s in given]
+    assert min(ratios) * 0.999 <= pace.value <= max(ratios) * 1.001 or not FASTEST < pace.value < SLOWEST
+    for _ in range(200):
+        pace.add(0.1, 0.3)
+    assert pace.value == pytest.approx(3.0, rel=1e-2)
 
 
 def test_what_was_sent_waits_there_and_is_known_there(clock: Clock):

@@ -24,9 +24,10 @@ class Report:
 
     Attributes:
         text, beginnings: sketches (`known_text.pack`) of its fingerprints and of their chains.
-        waiting_s: seconds of prefill that wait there.
+        waiting_s: seconds of prefill that wait there, as they are expected.
         costs: of its model on its machine; `work`: share of what is grafted that its policy computes.
         bytes_per_token: of the text that it reads.
+        pace: seconds that really pass for an expected one, see `Pace`.
         beat: another number every `HEARTBEAT` seconds, so that it is heard.
     """
 
@@ -36,6 +37,7 @@ class Report:
     costs: Costs = TOKENS
     work: float = WORK
     bytes_per_token: float = BYTES_PER_TOKEN
+    pace: float = 1.0
     beat: int = 0
 
     def as_stats(self) -> dict[str, Any]:
@@ -47,6 +49,11 @@ class Report:
         """What `as_stats` has given."""
         return cls(**{**stats, "costs": Costs(**stats["costs"])})
 
+    @property
+    def free_s(self) -> float:
+        """Seconds until nothing waits there any more."""
+        return self.waiting_s * self.pace
+
 
 @dataclass
 class _State:
@@ -56,7 +63,7 @@ class _State:
 
     def free_at_with(self, in_flight: int) -> float:
         """The same, with so many requests in flight: without any only what others have sent can wait."""
-        return self.free_at if in_flight else self.heard + self.report.waiting_s
+        return self.free_at if in_flight else self.heard + self.report.free_s
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Ranking(Generic[Server]):
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
         now = self._clock()
-        self._servers[server] = _State(report, now, now + report.waiting_s)
+        self._servers[server] = _State(report, now, now + report.free_s)
 
     def forget(self, server: Server) -> None:
         """A server is gone."""
@@ -125,8 +132,9 @@ class Ranking(Generic[Server]):
         if informed:
             expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
-            seconds[is_heard] += expected.prefill_s
-            seconds[~is_heard] += expected.prefill_s.max()  # as long as on the one that holds least
+            prefill_s = expected.prefill_s * np.median([s.report.pace for s in states if s is not None])  # of all: one
+            seconds[is_heard] += prefill_s  # that was slow once and gets nothing would stay slow
+            seconds[~is_heard] += prefill_s.max()  # as long as on the one that holds least
         over = loads > self._imbalance * loads.mean() + 1
         turns = self._random.random(len(servers))  # of equal ones
         order = np.lexsort((turns, loads, seconds, over) if informed else (turns, loads)).tolist()
@@ -137,7 +145,7 @@ class Ranking(Generic[Server]):
         if (state := self._servers.get(server)) is not None:
             seconds = float(self._expect(text, [server]).prefill_s[0])
             now = self._clock()
-            state.free_at = max(state.free_at, now) + seconds
+            state.free_at = max(state.free_at, now) + seconds * state.report.pace
             if now - state.heard <= SILENCE:  # what is noted is let go when the server is heard next
                 self._text.sent(server, text.values)
                 self._beginnings.sent(server, text.chain())

@@ -16,6 +16,7 @@ from yarl import URL
 from kvgraft.evaluate.servers import running
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.held_text import HeldText
+from kvgraft.fleet.pace import Pace
 from kvgraft.fleet.ranking import HEARTBEAT, Report
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed
 from kvgraft.prefill.costs import TOKENS, Costs
@@ -58,7 +59,8 @@ class Replica:
         self._session: aiohttp.ClientSession | None = None
         self._costs, self._bytes_per_token, self._pool_tokens = TOKENS, BYTES_PER_TOKEN, float(POOL_TOKENS)
         self._held = HeldText(self._pool_tokens * self._bytes_per_token)
-        self._waiting: dict[int, float] = {}  # seconds of prefill of requests without an answer so far
+        self._waiting: dict[int, float] = {}  # expected seconds of prefill of requests without an answer so far
+        self._pace = Pace()
         self._num_requests = self._num_bytes = 0  # sent to the server; of their prompts
         self._looked = 0.0
 
@@ -66,8 +68,10 @@ class Replica:
         """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
         number, text, is_read = self._num_requests, request.text, False
         self._num_requests += 1
+        started, expected_s = time.monotonic(), 0.0
         if text is not None:
             self._waiting[number] = self._prefill_s(text)
+            expected_s = sum(self._waiting.values())
         try:
             async with aclosing(self._answer(request)) as answer:
                 async for part in answer:
@@ -76,6 +80,7 @@ class Replica:
                     elif self._waiting.pop(number, None) is not None and text is not None and is_read:
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
+                        self._pace.add(expected_s, time.monotonic() - started)
                     yield part
         except aiohttp.ClientError as error:
             raise ServerFailed(self._name) from error
@@ -100,11 +105,11 @@ class Replica:
         report = Report(
             text,
             beginnings,
-            sum(self._waiting.values()),
-            self._costs,
-            WORK,
-            self._bytes_per_token,
-            int(time.time() // HEARTBEAT),
+            waiting_s=sum(self._waiting.values()),
+            costs=self._costs,
+            bytes_per_token=self._bytes_per_token,
+            pace=self._pace.value,
+            beat=int(time.time() // HEARTBEAT),
         )
         return report.as_stats()
 
@@ -119,6 +124,7 @@ class Replica:
             "sketch_bytes": len(text) + len(beginnings),
             "waiting": len(self._waiting),
             "waiting_s": sum(self._waiting.values()),
+            "pace": self._pace.value,
             "pool_tokens": self._pool_tokens,
             "bytes_per_token": self._bytes_per_token,
             "pid": os.getpid(),
@@ -178,7 +184,8 @@ class Replica:
                     costs[f"{labels['of']}_s"] = value
                 elif name == "vllm:prompt_tokens_total" and value and self._num_bytes:
                     self._bytes_per_token = min(max(self._num_bytes / value, TOKEN_BYTES[0]), TOKEN_BYTES[1])
-        self._costs = Costs(**costs) if costs else self._costs
+        if costs and (learned := Costs(**costs)) != self._costs:
+            self._costs, self._pace = learned, Pace()
         self._held.resize(self._pool_tokens * self._bytes_per_token)
 
     def _end_with_server(self) -> None:
