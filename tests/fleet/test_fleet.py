@@ -51,6 +51,22 @@ def test_text_is_known_before_its_server_says_so(fleet: RunningFleet):
             assert ask(client, corpus.prompt(number)).report["prefix_tokens"] > 400
 
 
+def test_conversations_go_on_where_they_began(fleet: RunningFleet):
+    """Each brings a text of all in every turn, so that there is something to graft elsewhere, too."""
+    corpus, turns = Corpus(21, 4, tokens=300), 4
+    said = [Corpus(30 + talk, 1, tokens=300).prompt(0)[0] for talk in range(4)]
+    told = [0] * 4  # tokens of the prompt before
+    with fleet.http() as client:
+        for turn in range(turns):
+            for talk in (0, 1, 2, 3) if turn % 2 else (3, 1, 0, 2):
+                said[talk] += f" {corpus.prompt((turn + talk) % 4)[0]}"
+                answer = ask(client, (said[talk], ""), max_tokens=20, ignore_eos=True)
+                exact = answer.report["prefix_tokens"] + answer.report["continued_tokens"]
+                assert exact > told[talk] - 64, "to the last block, as on one server"
+                said[talk] += f" {answer.text}"
+                told[talk] = answer.report["prompt_tokens"]
+
+
 def test_tenants_share_nothing(fleet: RunningFleet):
     corpus = Corpus(2, 4)
     with fleet.http(ALICE) as alice, fleet.http(BOB) as bob:

@@ -32,7 +32,7 @@ PROMPTED = frozenset(
     | {"/v1/messages", "/v1/responses", "/invocations"}
 )  # what is posted there is read, and held then
 OF_ALL = ("/v1/kvgraft/segments", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-LONG = 1 << 18  # bytes of a body that others need not wait for
+LONG = 1 << 16  # bytes of a body that others need not wait for
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
 
