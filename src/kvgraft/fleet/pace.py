@@ -1,4 +1,4 @@
-"""How many seconds really pass for each one that is expected: of a server's machine, its load, and whatever shares it."""
+"""Seconds that really pass for each one that is expected: by a server, its load, and whatever shares its machine."""
 
 MEMORY = 0.9  # weight of what was known with each new prompt: some ten count
 FASTEST, SLOWEST = 1e-6, 1e3  # costs may be given in tokens instead of seconds
