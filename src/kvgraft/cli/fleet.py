@@ -1,5 +1,6 @@
 """Commands about several servers behind one address: run them, simulate them."""
 
+import os
 from typing import Any
 
 import typer
@@ -28,6 +29,7 @@ app.add_typer(fleet_app)
 def run_fleet(context: typer.Context) -> None:
     """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet run --help` has its
     options, which go with any flag of `kvgraft serve`."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # or lines of servers would be left out; read when Ray is imported
     from kvgraft.fleet.application import run
 
     run(context.args)

@@ -14,6 +14,7 @@ import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
@@ -23,6 +24,7 @@ from kvgraft.vllm.server.keys import Keys, check_exposure
 
 NAME = "kvgraft"
 IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
+QUIET = LoggingConfig(enable_access_log=False)  # the servers log requests already
 OWN = ("--host", "--port", "--uds")  # flags that a fleet gives its servers
 
 
@@ -103,6 +105,7 @@ def application(options: FleetOptions) -> Application:
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         graceful_shutdown_timeout_s=options.drain_s,
         health_check_period_s=5,
+        logging_config=QUIET,
         request_router_config=RequestRouterConfig(**routing),
         **_scaling(options),
     )
@@ -111,6 +114,7 @@ def application(options: FleetOptions) -> Application:
         num_replicas=options.ingresses,
         max_ongoing_requests=1 << 16,
         ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
         graceful_shutdown_timeout_s=options.drain_s,
     )
     names = served.served_model_name or [served.model]
@@ -137,7 +141,8 @@ def run(arguments: Sequence[str]) -> None:
         ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
     else:
         ray.init(address=args.address, namespace=NAME)
-    serve.start(http_options=HTTPOptions(host=args.host, port=args.port, location=ProxyLocation.HeadOnly))
+    http = HTTPOptions(host=args.host, port=args.port, location=ProxyLocation.HeadOnly)
+    serve.start(http_options=http, logging_config=QUIET)
     stopped = threading.Event()
     if args.address is None:
         for number in (signal.SIGTERM, signal.SIGINT):
