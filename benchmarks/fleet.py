@@ -1,7 +1,7 @@
 """What a fleet reuses, by how it sends requests to its servers: RAG traffic over HTTP.
 
 Every kind of routing has the same traffic on the same two servers, started anew; and so has one server with twice the
-pool, which is what two could reach at most.
+pool, which is what two could reach at most, with a fleet's endpoint in front of it and without.
 
     python benchmarks/fleet.py [--requests 500 --rate 4] [--out results/fleet.json]
 """
@@ -34,8 +34,11 @@ BLOCK = 32  # tokens
 TOPICS, ZIPF = 16, 0.8
 PER_PROMPT, DOCUMENT, AROUND = 4, 256, 16  # documents; tokens of one, and of what is new before and behind them
 ROUTINGS = ("segments", "prefixes", "load", "random", "segments+store", "load+store")
+ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of each server
+ENVIRONMENT = {**MEMORY, **ONE_CORE, "VLLM_CPU_KVCACHE_SPACE": "1"}
 STORE = "+store"  # servers that share a directory for what leaves their pools
 ONE = "one server, twice the pool"
+ALONE = f"{ONE}, no fleet"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def main(
 ) -> None:
     """Compare ways of routing."""
     traffic = make_traffic(model, requests, warm_up, rate, documents, on_topic, seed)
-    rows = [measure(traffic, model, ONE, 1, 2 * pool)]
+    rows = [measure(traffic, model, routing, 1, 2 * pool) for routing in (ONE, ALONE)]
     rows += [measure(traffic, model, routing, 2, pool) for routing in routings.split(",")]
     columns = ("reused", "of one server's", "prefix", "grafted", "TTFT P50", "P95", "P99 ms", "imbalance", "failed")
     table = Table("routing", *columns)
@@ -91,7 +94,7 @@ def main(
         shares = [f"{share:.3f}" for share in (row.reused, row.reused / rows[0].reused, row.prefix, row.grafted)]
         table.add_row(row.routing, *shares, *ttft, f"{row.imbalance:.2f}", str(row.failed))
     Console().print(table)
-    for row in rows[1:]:
+    for row in rows[2:]:
         said = ", ".join(f"{part} {mean:.2f} ms, P99 {p99:.2f}" for part, (mean, p99) in row.routing_ms.items())
         Console().print(f"{row.routing}: {said or 'nothing is ranked'}")
     if out is not None:
@@ -129,16 +132,22 @@ def make_traffic(
 
 def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: int) -> Row:
     """Start a fleet, send it the traffic, and end it."""
-    arguments = [str(model), "--replicas", str(replicas), "--num-gpu-blocks-override", str(pool // BLOCK + 1)]
-    kind = "load" if routing == ONE else routing.removesuffix(STORE)
-    arguments += ["--routing", kind, "--dtype", "float32", "--max-model-len", "4096"]
+    arguments = [str(model), "--num-gpu-blocks-override", str(pool // BLOCK + 1)]
+    arguments += ["--dtype", "float32", "--max-model-len", "4096"]
+    if routing != ALONE:
+        kind = "load" if routing == ONE else routing.removesuffix(STORE)
+        arguments += ["--replicas", str(replicas), "--routing", kind]
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         arguments += ["--kvgraft-store-dir", f"{folder}/store"] if routing.endswith(STORE) else []
         with (
             errors.status(f"starting: {routing}") as status,
             running(
-                arguments, {**MEMORY, "VLLM_CPU_KVCACHE_SPACE": "1"}, log, command="fleet", start_timeout_s=600
+                arguments,
+                ENVIRONMENT,
+                log,
+                command="serve" if routing == ALONE else "fleet",
+                start_timeout_s=600,
             ) as server,
         ):
             status.stop()
@@ -177,7 +186,8 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
     computed: dict[str, float] = {}
     for sample in found:
         if sample.name == "kvgraft:tokens_total" and sample.labels["kind"] in ("fresh", "recomputed"):
-            computed[sample.labels["replica"]] = computed.get(sample.labels["replica"], 0.0) + sample.value
+            server = sample.labels.get("replica", "")
+            computed[server] = computed.get(server, 0.0) + sample.value
     routing_ms = {part: times for part in ("fingerprints", "ranking") if (times := routing_times(found, part))}
     return Row(
         routing,
