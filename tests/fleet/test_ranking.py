@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgraft.fleet.expected import expect
 from kvgraft.fleet.known_text import GRACE, pack
 from kvgraft.fleet.pace import FASTEST, SLOWEST, Pace
 from kvgraft.fleet.ranking import SILENCE, Ranking, Report
@@ -60,6 +61,17 @@ def test_a_prefix_aware_router_sees_beginnings_alone(clock: Clock):
     assert ranking_of(clock, grafts=False, **reports).rank(asked, IDLE).servers[0] == "c"
     unseen = Fingerprints.joined([THIRD, FIRST])
     assert ranking_of(clock, grafts=False, **reports).rank(unseen, IDLE).known_tokens == 0
+
+
+def test_a_beginning_has_no_gap():
+    """One bit that is set by chance behind text that nobody has read makes no prompt a known one."""
+    known = np.zeros((3, len(FIRST.values)), bool)
+    known[1, -1] = True
+    known[2, : len(FIRST.values) // 2] = True
+    found = expect(FIRST, known, known, COSTS, work=0.15)
+    assert found.prefix_tokens[:2].tolist() == [0, 0]
+    assert found.prefix_tokens[2] == FIRST.places[len(FIRST.values) // 2 - 1] / 4
+    assert found.grafted_tokens[1] <= 64 / 4
 
 
 def test_the_holder_comes_first_only_while_waiting_is_shorter_than_the_gain(clock: Clock):

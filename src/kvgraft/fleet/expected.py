@@ -42,9 +42,9 @@ def expect(
         work: share of what is grafted that is computed all the same.
     """
     num_tokens = text.num_bytes / bytes_per_token
-    ends, beginning = np.append(0, text.places), known & begun
-    last = (beginning * np.arange(1, len(ends))).max(axis=1, initial=0)  # how many fingerprints the beginning has
-    prefix = ends[last] / bytes_per_token
+    beginning = np.logical_and.accumulate(known & begun, axis=1)  # no gap: one bit that is set by chance says little
+    last = beginning.sum(axis=1)  # how many fingerprints the beginning has
+    prefix = np.append(0, text.places)[last] / bytes_per_token
     behind = np.arange(known.shape[1]) >= last[:, None]
     grafted = text.known_bytes(known & behind) / bytes_per_token
     new = np.maximum(num_tokens - prefix - grafted, 1.0)
