@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chromium import Page
 from kvgraft.evaluate.traffic.tokens import WordPieces
 from kvgraft.evaluate.traffic.trace import Trace, read_trace
 from kvgraft.fleet.simulation.generated import KINDS, TrafficShape, generate
+from kvgraft.fleet.simulation.page import render_page
 from kvgraft.fleet.simulation.picture import draw
-from kvgraft.fleet.simulation.recorded import replayed, texts_of
+from kvgraft.fleet.simulation.recorded import ANSWER_TOKENS, replayed, texts_of
 from kvgraft.fleet.simulation.run import ROUTERS, Arrival, FleetShape, Simulated, simulate
 from kvgraft.fleet.simulation.study import ONE_SERVER, FleetStudy, StudySettings, compare
 from kvgraft.fleet.simulation.traffic import GeneratedTraffic, RecordedTraffic
@@ -177,6 +179,12 @@ def test_recorded_times_are_kept_or_scaled_or_made(tmp_path: Path):
     assert RecordedTraffic(timed, None, None, COSTS).how_rated == "at their own times"
 
 
+def test_answers_of_which_only_the_length_is_recorded_take_their_time(tmp_path: Path):
+    line = '{"timestamp": 7, "input_length": 9, "output_length": 20, "hash_ids": [3]}'
+    trace = trace_of(tmp_path, line, f'{{"prompt": "{WORDS}", "timestamp": 8}}')
+    assert [arrival.decoded for arrival in replayed(trace, texts_of(trace), None)] == [20, ANSWER_TOKENS]
+
+
 # --------------------------------------------------------------------------------------------------------- studies
 
 
@@ -220,3 +228,13 @@ def test_what_cannot_be_studied_is_refused():
 def test_a_study_is_drawn(study: FleetStudy, tmp_path: Path):
     draw(study, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_fits_a_phone(study: FleetStudy, page: Page, tmp_path: Path):
+    path = tmp_path / "page.html"
+    path.write_text(render_page(study), encoding="utf-8")
+    page.open(path.as_uri(), key=None, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    share = "document.querySelector('tbody tr').cells[3].getBoundingClientRect()"
+    assert page.evaluate(f"{share}.right <= innerWidth"), "what is reused is seen without scrolling"
+    assert page.complaints == []

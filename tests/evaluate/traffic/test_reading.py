@@ -63,6 +63,21 @@ def test_tools_and_tool_calls_are_part_of_the_prompt(tmp_path: Path):
     assert lengths[0] < min(lengths[1:])
 
 
+BLOCKS = {"timestamp": 2500, "input_length": 700, "output_length": 20, "hash_ids": [0, 7]}
+
+
+def test_a_trace_of_blocks_says_which_beginnings_are_equal(tmp_path: Path):
+    other = {**BLOCKS, "timestamp": 1500.0, "input_length": 1100, "hash_ids": [0, 9, 7]}
+    trace = read(write(tmp_path, "a.jsonl", BLOCKS, other))
+    second, first = (request.tokens for request in trace.requests)
+    assert [request.timestamp for request in trace.requests] == [1.5, 2.5]
+    assert [request.num_answered for request in trace.requests] == [20, 20]
+    assert (len(first), len(second)) == (700, 1100)
+    assert (first[:512] == second[:512]).all()
+    assert not set(first[512:].tolist()) & set(second[512:1024].tolist())
+    assert len({*first.tolist(), *second.tolist()}) == 700 + 1100 - 512 - 76, "76 are of block 7 in both"
+
+
 @pytest.mark.parametrize("old", [True, False])
 def test_a_log_of_vllm_is_read(tmp_path: Path, old: bool):
     prefix, prompt = "(APIServer pid=7) DEBUG 11-22 14:00:01 [request_logger.py:50] ", 'it\'s the "lamp"\n'
@@ -117,6 +132,9 @@ BAD = {
     '{"prompt": "a", "timestamp": "noon"}': 'timestamp is "noon"',
     '{"type": "metrics", "body": {}}': 'must be "request" or "response"',
     "[1, 2]": "a line is an OpenAI request body",
+    json.dumps({**BLOCKS, "input_length": 0}): "Expected `int` >= 1 - at `$.input_length`",
+    json.dumps({**BLOCKS, "hash_ids": [1 << 22]}): "Expected `int` <= 4194303 - at `$.hash_ids[0]`",
+    json.dumps({**BLOCKS, "input_length": 1025}): '"hash_ids" are 2, must be 3: one for each 512 tokens',
 }
 
 

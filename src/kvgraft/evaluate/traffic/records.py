@@ -4,14 +4,27 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 ALLOWED = (
     'a line is an OpenAI request body with "messages" or "prompt", bare or under "body", a prompt as a JSON string, '
-    'or, with "type": "response", an answer'
+    'a request with "hash_ids" instead of text, or, with "type": "response", an answer'
 )
+BLOCK_TOKENS = 512  # of a block that a trace names instead of telling its text
+MOST_BLOCKS = 2**31 // BLOCK_TOKENS  # that have tokens of their own
 SESSION_KEYS = ("session", "session_id", "user")
 TIME_KEYS = ("timestamp", "timestamp_utc", "timestamp_rel_s")
+
+
+class _BlockRequest(msgspec.Struct):
+    """As Mooncake published them, and other projects since; `timestamp` in milliseconds."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=MOST_BLOCKS)], ...]
 
 
 class BadLine(ValueError):
@@ -32,17 +45,27 @@ class Conversation:
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Prompt = str | Conversation | tuple[int, ...]
+@dataclass(frozen=True)
+class Blocks:
+    """A prompt without its text: how many tokens it has, and an id for each `BLOCK_TOKENS` of them and all before."""
+
+    ids: tuple[int, ...]
+    num_tokens: int
+
+
+Prompt = str | Conversation | tuple[int, ...] | Blocks
 
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say."""
+    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say; `num_answered`
+    are the tokens of its answer, where the trace says only how many."""
 
     prompt: Prompt
     session: str | None = None
     timestamp: float | None = None
     request_id: str | None = None
+    num_answered: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +86,8 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
         return [LoggedRequest(value)]
     if not isinstance(value, dict):
         raise BadLine(f"{_short(value)}: {ALLOWED}")
+    if "hash_ids" in value:
+        return [_of_blocks(value)]
     kind = value.get("type", "request")
     if kind not in ("request", "response"):
         raise BadLine(f'"type" is {_short(kind)}: must be "request" or "response"')
@@ -75,6 +100,19 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
         raise BadLine(f'"body" is {_short(body)}: {ALLOWED}')
     session, timestamp = session_of(value, body), timestamp_of(value)
     return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in prompts_of(body)]
+
+
+def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
+    """A request of which only blocks are told."""
+    try:
+        said = msgspec.convert(value, _BlockRequest)
+    except msgspec.ValidationError as error:
+        raise BadLine(f"{_short(value)}: {error}") from None
+    blocks = -(-said.input_length // BLOCK_TOKENS)
+    if len(said.hash_ids) != blocks:
+        raise BadLine(f'"hash_ids" are {len(said.hash_ids)}, must be {blocks}: one for each {BLOCK_TOKENS} tokens')
+    prompt = Blocks(said.hash_ids, said.input_length)
+    return LoggedRequest(prompt, session_of(value, value), said.timestamp / 1000, num_answered=said.output_length)
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvgraft.engine.text import anchor_ids, load_tokenizer, opening_ids
-from kvgraft.evaluate.traffic.records import BadLine, Conversation, Prompt
+from kvgraft.evaluate.traffic.records import BLOCK_TOKENS, BadLine, Blocks, Conversation, Prompt
 from kvgraft.segments.segmentation import ANCHORS
 
 REMEMBERED = 1 << 16  # pieces of text whose tokens are kept
@@ -116,16 +116,26 @@ def open_tokens(directory: Path | None) -> TokenReader:
 
 
 def pieces_of(prompt: Prompt, reader: TokenReader) -> list[np.ndarray]:
-    """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken as they are.
+    """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken as they are;
+    those of blocks without text are made up, equal ones for equal blocks.
 
     Raises:
         BadLine: it has no tokens, or the chat template refuses it.
     """
-    pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
+    if isinstance(prompt, Blocks):
+        pieces = [_made_up(prompt)]
+    else:
+        pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
     found = [piece for piece in pieces if len(piece)]
     if not found:
         raise BadLine("the prompt has no tokens")
     return found
+
+
+def _made_up(prompt: Blocks) -> np.ndarray:
+    """Others in every block."""
+    firsts = BLOCK_TOKENS * np.array(prompt.ids, np.int32)
+    return (firsts[:, None] + np.arange(BLOCK_TOKENS, dtype=np.int32)).reshape(-1)[: prompt.num_tokens]
 
 
 def role_marked(prompt: Conversation) -> list[str]:

@@ -23,6 +23,7 @@ class TracedRequest:
         tokens: of its prompt, int32 [T].
         segments: where its messages begin, int64 [s], as far as they are known; 0 is the first.
         answer: tokens of its answer, int32 [a]; none if the trace does not have it.
+        num_answered: how many those are, where that is all that the trace has.
         turn: which one of its session it is, from 1.
     """
 
@@ -32,6 +33,7 @@ class TracedRequest:
     segments: np.ndarray
     answer: np.ndarray = field(default_factory=NOTHING.copy)
     turn: int = 0
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,13 @@ def _requests(file: TraceFile, reader: TokenReader) -> Iterator[tuple[str, Trace
 def _tokenised(request: LoggedRequest, session: str, reader: TokenReader) -> TracedRequest:
     pieces = pieces_of(request.prompt, reader)
     starts = np.cumsum([0, *map(len, pieces[:-1])])
-    return TracedRequest(request.session or session, request.timestamp, np.concatenate(pieces), starts)
+    return TracedRequest(
+        request.session or session,
+        request.timestamp,
+        np.concatenate(pieces),
+        starts,
+        num_answered=request.num_answered,
+    )
 
 
 def _time(request: TracedRequest) -> float:

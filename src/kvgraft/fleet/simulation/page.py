@@ -16,6 +16,11 @@ def render_page(study: FleetStudy) -> str:
         {"cells": reuse_cells(row), "prefix": row.prefix, "grafted": row.grafted, "is_bound": row.router == ONE_SERVER}
         for row in study.rows
     ]
+    routing = [
+        {"cells": routing_cells(row), "is_last": row.router == study.settings.routers[-1]}
+        for row in study.rows
+        if row.router != ONE_SERVER
+    ]
     values = {
         "headline": headline(study),
         "bound": BOUND,
@@ -23,7 +28,7 @@ def render_page(study: FleetStudy) -> str:
         "reuse_heads": _flat(REUSE),
         "reuse": reuse,
         "routing_heads": _flat(ROUTING),
-        "routing": [routing_cells(row) for row in study.rows if row.router != ONE_SERVER],
+        "routing": routing,
     }
     return jinja2.Environment(autoescape=True).from_string(template).render(values)
 

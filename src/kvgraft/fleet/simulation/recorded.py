@@ -40,7 +40,7 @@ def replayed(trace: Trace, texts: list[Fingerprints], rate: float | None, seed: 
     else:
         times = np.random.default_rng(seed).exponential(1 / rate, count).cumsum()
     return [
-        Arrival(at, text, len(request.answer) or ANSWER_TOKENS)
+        Arrival(at, text, len(request.answer) or request.num_answered or ANSWER_TOKENS)
         for at, text, request in zip(times.tolist(), texts, trace.requests, strict=True)
     ]
 
