@@ -13,6 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvgraft.evaluate.servers import running
+from kvgraft.fleet.ingress import SHOWN_S
 from kvgraft.testbed import tasks
 from kvgraft.testbed.documents import Facts, make_documents
 
@@ -28,6 +29,7 @@ class RunningFleet:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    looked: float = 0.0  # when its metrics were asked for last
 
     def http(self, key: str | None = ALICE) -> httpx.Client:
         """A client that shows this key."""
@@ -40,9 +42,11 @@ class RunningFleet:
             return client.get("/v1/kvgraft/fleet").raise_for_status().json()["replicas"]
 
     def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """Of a metric, those with these labels."""
+        """Of a metric, those with these labels, as they are now: a fleet shows the same for a while."""
+        time.sleep(max(self.looked + SHOWN_S - time.monotonic(), 0.0))
         with self.http(None) as client:
             text = client.get("/metrics").raise_for_status().text
+        self.looked = time.monotonic()
         found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return [
             (sample.labels, sample.value)

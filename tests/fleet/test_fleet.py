@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from fleets import ADMIN, ALICE, BOB, Asked, Corpus, RunningFleet, ask, running_fleet
 
@@ -140,6 +143,41 @@ def test_streams_come_as_they_are_written(fleet: RunningFleet):
     assert times[-1][0] > times[0][0]
 
 
+def test_headers_of_the_connection_to_the_fleet_stay_there(fleet: RunningFleet):
+    """Paired: others are passed on."""
+    sent = {"model": "bundled", "prompt": "the", "max_tokens": 1}
+    with fleet.http() as client:
+        named = client.post("/v1/completions", json=sent, headers={"X-Request-Id": "named"})
+        hop = {"X-Request-Id": "named", "Connection": "keep-alive, x-request-id"}
+        assert "named" in named.json()["id"]
+        assert "named" not in client.post("/v1/completions", json=sent, headers=hop).json()["id"]
+
+
+def test_metrics_are_asked_for_once_for_all(fleet: RunningFleet):
+    """Paired: a second later they are others."""
+
+    def look(_: int) -> str:
+        with fleet.http(None) as client:
+            return client.get("/metrics").text
+
+    with ThreadPoolExecutor(8) as threads:
+        [shown] = set(threads.map(look, range(8)))
+    time.sleep(1.1)
+    assert look(0) != shown
+
+
+def test_only_the_fleet_uses_its_ray(fleet: RunningFleet):
+    """Paired: who has the token that its processes have."""
+    [store] = [one for one in psutil.Process(fleet.process.pid).children(recursive=True) if one.name() == "gcs_server"]
+    address = f"127.0.0.1:{next(one.laddr.port for one in store.net_connections() if one.status == 'LISTEN')}"
+    token = psutil.Process(fleet.replicas()[0]["pid"]).environ()["RAY_AUTH_TOKEN"]
+    read = "import sys; from ray._raylet import GcsClient as C; C(sys.argv[1]).internal_kv_keys(b'', None, timeout=60)"
+    for shown, code in ({"RAY_AUTH_MODE": "disabled"}, 1), ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}, 0):
+        said = subprocess.run([sys.executable, "-c", read, address], env=os.environ | shown, capture_output=True)
+        assert said.returncode == code, said.stderr
+    assert len(token) == 64
+
+
 def test_who_leaves_is_computed_no_longer(fleet: RunningFleet):
     prompt, _ = Corpus(5, 1).prompt(0)
     sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -174,8 +212,12 @@ def test_a_frozen_text_is_frozen_everywhere(fleet: RunningFleet):
 
 @pytest.mark.parametrize("what", [pytest.param("server_pid", marks=pytest.mark.soak), "pid"])
 def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, what: str):
+    """And the one that starts in its place has what all servers were told to freeze."""
     corpus = Corpus(7 + len(what), 12)
-    with fleet.http() as client:
+    with fleet.http() as client, fleet.http(ADMIN) as admin:
+        tenant = client.get("/v1/kvgraft/status").json()["view"]["tenant"]
+        segment = {"name": what, "text": corpus.prompt(0)[0], "tenant": tenant}
+        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
         for number in range(12):
             assert ask(client, corpus.prompt(number)).status == 200
     time.sleep(2.0)  # for the store
@@ -200,6 +242,23 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
     assert {replica["name"] for replica in after} > {before[1]["name"]}
     assert not is_alive(before[0]["server_pid"])
     assert not is_alive(before[0]["pid"])
+    [new] = {replica["name"] for replica in after} - {before[1]["name"]}
+    assert fleet.total("kvgraft:frozen_segments", replica=new) == fleet.total("kvgraft:frozen_segments") / 2 > 0
+    assert fleet.total("kvgraft:fleet_taken_over_total", outcome="failed") == 0
+
+
+def test_a_server_that_hangs_is_not_waited_for(fleet: RunningFleet):
+    """Paired: when it goes on."""
+    [hung, _] = fleet.wait_for(2)
+    os.kill(hung["pid"], signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert {labels["replica"] for labels, _ in fleet.samples("kvgraft:frozen_segments")} != {hung["name"]}
+        assert len(fleet.samples("kvgraft:frozen_segments")) == 1
+        assert time.monotonic() - started < 30
+    finally:
+        os.kill(hung["pid"], signal.SIGCONT)
+    assert wait_until(lambda: len(fleet.samples("kvgraft:frozen_segments")) == 2)
 
 
 def is_alive(pid: int) -> bool:

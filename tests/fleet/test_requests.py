@@ -2,10 +2,21 @@
 
 import numpy as np
 import pytest
+from starlette.responses import StreamingResponse
 
 from kvgraft.fleet.held_text import HeldText
+from kvgraft.fleet.ingress import with_headers
 from kvgraft.fleet.known_text import KnownText
-from kvgraft.fleet.requests import MAX_CHARACTERS, MAX_TEXTS, Head, decoded, narrowed_by, scope_of, texts_of
+from kvgraft.fleet.requests import (
+    MAX_CHARACTERS,
+    MAX_TEXTS,
+    Head,
+    decoded,
+    end_to_end,
+    narrowed_by,
+    scope_of,
+    texts_of,
+)  # fmt: skip
 from kvgraft.segments.fingerprints import Fingerprints
 
 SECRET = bytes(range(32))
@@ -100,3 +111,18 @@ def test_an_answer_is_a_stream_by_its_type():
     assert Head(200, (("Content-Type", "text/event-stream; charset=utf-8"),)).is_stream
     assert not Head(200, (("content-type", "application/json"),)).is_stream
     assert not Head(200, ()).is_stream
+
+
+def test_headers_of_one_connection_are_not_passed_on():
+    """Paired: all others are, as often as they are there."""
+    headers = [("Set-Cookie", "a"), ("Set-Cookie", "b"), ("X-Other", "c"), ("Date", "d")]
+    dropped = [("Connection", "close, X-Hop"), ("connection", "x-next"), ("x-hop", "1"), ("X-Next", "2"), ("TE", "3")]
+    assert end_to_end([*dropped, *headers]) == tuple(headers)
+    assert end_to_end([*headers, *dropped], "date", "x-other") == tuple(headers[:2])
+
+
+def test_a_stream_has_all_headers_of_its_server():
+    head = Head(200, (("content-type", "text/event-stream"), ("set-cookie", "a"), ("set-cookie", "b")))
+    answer = with_headers(StreamingResponse([]), head)
+    assert answer.headers.getlist("set-cookie") == ["a", "b"]
+    assert answer.headers.getlist("content-type") == ["text/event-stream"]

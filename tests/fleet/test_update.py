@@ -52,6 +52,11 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
                 check=True, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=START_S,
             )  # fmt: skip
 
+    environment["KVGRAFT_ADMIN_KEY"] = "another one than on the cluster"
+    with pytest.raises(subprocess.CalledProcessError):
+        deploy("--replicas", "1")
+    environment["KVGRAFT_ADMIN_KEY"] = ADMIN
+    assert "KVGRAFT_ADMIN_KEY: not the same here as where the fleet was started" in fleet.log.read_text()
     deploy("--replicas", "2")
     before = {replica["name"] for replica in fleet.wait_for(2)}
     corpus, ended = Corpus(0, 16), Event()

@@ -7,12 +7,17 @@ import time
 from contextlib import ExitStack, closing
 
 import pytest
+import torch
 
 from chunks import NBYTES, OTHER_SCOPE, SCOPE, SIZE, holds, make_chunk, make_payload, put, same
 from kvgraft.segments.store import SegmentStore, StoreDirectory, StoreOptions
+from kvgraft.segments.store.chunk import DTYPES, Record
 from kvgraft.segments.store.file_place import FilePlace
+from kvgraft.segments.store.files import encode, most_bytes
 from kvgraft.segments.store.health import PAUSE_S, Health
+from kvgraft.segments.store.places import open_place
 from kvgraft.segments.store.redis_place import RedisPlace
+from kvgraft.segments.store.seals import without_source
 from kvgraft.segments.store.secret import CACHE_SECRET
 from kvgraft.segments.store.sharing import Sharing
 from redis_server import needs_redis, redis_server
@@ -306,6 +311,7 @@ DAMAGE = {
     "truncated": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",
     "foreign bytes": lambda data: os.urandom(len(data)),
+    "grown": lambda data: data + bytes(1 << 20),
 }
 
 
@@ -316,13 +322,31 @@ def test_damaged_data_is_a_miss(url, request, how):
         store = put_and_share(stack, url)
         change(url, server, DAMAGE[how])
         assert not holds(store, make_chunk(1))
-        assert misses(store) == {"damaged": 1}
+        assert misses(store) == {"gone" if how == "empty" and server else "damaged": 1}  # Redis knows no empty value
         assert not knows(store, make_chunk(1))
         put(store, make_chunk(1))  # computed again, and written again
         store.flush()
     with share(url) as third:
         assert holds(third, make_chunk(1))
         assert not holds(third, make_chunk(2))
+
+
+def test_no_more_is_loaded_than_a_chunk_can_have(url):
+    """Paired: what has just so much."""
+    with closing(open_place(url, "", 5.0, ROOM, 1.0)) as place:
+        place.put("one/large", b"record", bytes(1 << 20))
+        assert len(place.get("one/large", 1000)) == 1000
+        assert len(place.get("one/large", 1 << 20)) == 1 << 20
+        assert place.get("one/other", 1000) is None
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bound_of_a_chunk_is_close(dtype, int8):
+    payload = make_payload(make_chunk(1), getattr(torch, dtype))
+    record = without_source(Record.of(make_chunk(1), payload, int8=int8))
+    length = len(encode(record, record.pack(payload)))
+    assert length <= most_bytes(record) < length + 4096
 
 
 @needs_redis
@@ -489,8 +513,8 @@ def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
             assert place.put(f"one/{number:02d}", b"record", bytes(1000))
             assert place.put("two/first", b"record", bytes(1000)) if number == 0 else True
         assert sizes(tmp_path / "a") <= 10_000
-        assert [place.get(f"one/{number:02d}") is not None for number in range(12)] == [False] * 7 + [True] * 5
-        assert place.get("two/first") is not None  # the other scope loses nothing for it
+        assert [place.get(f"one/{number:02d}", 5000) is not None for number in range(12)] == [False] * 7 + [True] * 5
+        assert place.get("two/first", 5000) is not None  # the other scope loses nothing for it
         assert not place.put("one/large", b"record", bytes(5001))
         for number in range(10):
             place.put(f"three/{number}", b"record", bytes(1000))

@@ -16,11 +16,13 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
 from kvgraft.fleet.replica import Replica
 from kvgraft.fleet.router import ROUTINGS, SegmentRouter
-from kvgraft.vllm.server.keys import Keys, check_exposure
+from kvgraft.segments.store.secret import CACHE_SECRET
+from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
 
 NAME = "kvgraft"
 IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
@@ -118,9 +120,15 @@ def application(options: FleetOptions) -> Application:
         graceful_shutdown_timeout_s=options.drain_s,
     )
     names = served.served_model_name or [served.model]
-    return ingress.bind(
-        replica.bind(options.command, _environment(options)), Keys.of(served), names, secrets.token_bytes(32)
-    )
+    servers = replica.bind(options.command, _environment(options), Alike.here(must_be_alike(options)))
+    return ingress.bind(servers, Keys.of(served), names, secrets.token_bytes(32))
+
+
+def must_be_alike(options: FleetOptions) -> list[str]:
+    """Environment variables that all machines must have alike. A secret that is not set here others may have."""
+    served = _served(options)
+    flags = {API_KEY: served.api_key, ADMIN_KEY: getattr(served, "kvgraft_admin_key", None)}
+    return [*(name for name, given in flags.items() if given is None), *({CACHE_SECRET} & os.environ.keys())]
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -138,6 +146,7 @@ def run(arguments: Sequence[str]) -> None:
     _check_exposure(options, args.host)
     app = application(options)
     if args.address is None:
+        _close_ray()
         ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
     else:
         ray.init(address=args.address, namespace=NAME)
@@ -157,6 +166,13 @@ def run(arguments: Sequence[str]) -> None:
         serve.delete(NAME)  # which lets what is in flight end
         serve.shutdown()
         ray.shutdown()
+
+
+def _close_ray() -> None:
+    """Let only processes of this fleet use its Ray, which listens on all interfaces. Where the operator has set nothing
+    else, Ray wants a token; its own would lie in a file that others may read."""
+    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _deployment(kind: type) -> Deployment:

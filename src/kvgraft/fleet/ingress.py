@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +19,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvgraft.fleet.broadcast import ask_all
+from kvgraft.fleet.changes import PATHS, Changes, Told
 from kvgraft.fleet.figures import FIGURES, labelled, shown
+from kvgraft.fleet.replica import CHANGE_S
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
@@ -31,7 +36,9 @@ PROMPTED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"}
     | {"/v1/messages", "/v1/responses", "/invocations"}
 )  # what is posted there is read, and held then
-OF_ALL = ("/v1/kvgraft/segments", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers wait for 10
+TOLD_S = 5.0  # or what they were told
+SHOWN_S = 1.0  # for which metrics are shown again
 LONG = 1 << 16  # bytes of a body that others need not wait for
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
@@ -54,6 +61,9 @@ class Ingress:
         self._replicas = replicas
         self._streams = replicas.options(stream=True)
         self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
+        self._changes, self._has_learnt = Changes(), False
+        self._shown: asyncio.Task[bytes] | None = None  # metrics
+        self._shown_until = 0.0
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
@@ -74,7 +84,7 @@ class Ingress:
         written = request.scope.get("raw_path") or quote(path).encode()
         target = written.decode() + (f"?{request.url.query}" if request.url.query else "")
         passed_on = FleetRequest(request.method, target, tuple(request.headers.items()), body, text)
-        if path.startswith(OF_ALL) and request.method != "GET":
+        if path.startswith(PATHS) and request.method != "GET":
             return await self._ask_all(passed_on)
         return await self._ask_one(passed_on)
 
@@ -112,8 +122,8 @@ class Ingress:
                 head = await anext(answer)
                 first = await anext(answer, b"")
                 if not head.is_stream:
-                    return _response(head, first + b"".join([part async for part in answer]))
-                return StreamingResponse(_rest(first, answer), head.status, dict(head.headers))
+                    return _answer(head, first + b"".join([part async for part in answer]))
+                return with_headers(StreamingResponse(_rest(first, answer), head.status), head)
             except (*FAILED, RayTaskError) as error:
                 cause = getattr(error, "cause", None)
                 if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
@@ -130,35 +140,71 @@ class Ingress:
         return Refused(503, "two replicas have failed before they answered").response
 
     async def _ask_all(self, request: FleetRequest) -> Response:
-        """What changes the state of a server is asked of each that there is; the first refusal, or the first answer."""
-        answers = await self._of_all("once", request)
-        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
-            return Refused(503, f"{len(failed)} of {len(answers)} replicas have failed: ask again").response
-        return _response(*next((answer for answer in answers if answer[0].status >= 400), answers[0]))
+        """What changes the state of a server is asked of each that there is."""
+        request = replace(request, at=time.time_ns())
+        answers = await ask_all(self._replicas, "once", request, within_s=CHANGE_S + LOOK_S)
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                self._changes.note(request, *answer)
+        return together(answers)
 
-    async def _of_all(self, method: str, *args: Any) -> list[Any]:
-        """What all replicas answer, or an exception."""
-        try:
-            return await self._replicas.broadcast(method, *args).results_async(return_exceptions=True)
-        except DeploymentUnavailableError as error:
-            return [error]
+    async def told(self) -> Told:
+        """What servers were told, for one that starts. What was before this ingress they know themselves."""
+        if not self._has_learnt:
+            answers = await self._say("told", TOLD_S)
+            self._changes.learn(answers)
+            self._has_learnt = bool(answers)
+        return self._changes.told
 
-    async def _told(self, method: str) -> list[Any]:
+    async def _say(self, method: str, within_s: float = LOOK_S) -> list[Any]:
         """What replicas say of themselves; without those that fail."""
-        return [answer for answer in await self._of_all(method) if not isinstance(answer, BaseException)]
+        answers = await ask_all(self._replicas, method, within_s=within_s)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _metrics(self) -> bytes:
-        own = shown(get_replica_context().replica_id.unique_id)
-        return own + labelled(await self._told("metrics"))
+        """Anybody may ask for them: servers are asked once for all who do so until they have answered, and a second."""
+        if self._shown is None or (self._shown.done() and time.monotonic() > self._shown_until):
+            self._shown = asyncio.create_task(self._asked_metrics())
+        return await asyncio.shield(self._shown)
+
+    async def _asked_metrics(self) -> bytes:
+        try:
+            own = shown(get_replica_context().replica_id.unique_id)
+            return own + labelled(await self._say("metrics"))
+        finally:
+            self._shown_until = time.monotonic() + SHOWN_S
 
     async def _status(self, principal: Principal | None) -> Response:
         if principal is None or not (principal.is_admin or self._keyring.has_one_tenant):
             return Refused(403, "this needs the admin key").response
-        return JSONResponse({"replicas": sorted(await self._told("describe"), key=lambda told: str(told["name"]))})
+        return JSONResponse({"replicas": sorted(await self._say("describe"), key=lambda told: str(told["name"]))})
 
 
-def _response(head: Head, body: bytes) -> Response:
-    response = Response(body, head.status)
+def together(answers: Sequence[tuple[Head, bytes] | BaseException]) -> Response:
+    """What the client is told of a change: the first answer if all servers say the same, else how many have done it."""
+    given = [answer for answer in answers if not isinstance(answer, BaseException)]
+    refusals = [answer for answer in given if answer[0].status >= HTTPStatus.BAD_REQUEST]
+    num_done, num_silent = len(given) - len(refusals), len(answers) - len(given)
+    if not answers:
+        return Refused(503, "no server is there: none has started yet, or all were idle and have ended").response
+    if num_silent:
+        told = f"{num_done} of {len(answers)} servers have done this, {num_silent} failed or did not answer in time"
+        return Refused(503, f"{told}, and may do it later: ask again").response
+    if refusals and num_done:
+        head, body = refusals[0]
+        error = decoded(body).get("error")
+        said = error.get("message") if isinstance(error, dict) else body.decode(errors="replace")
+        told = f"{len(refusals)} of {len(answers)} servers refuse this, the others have done it"
+        return Refused(head.status, f"{told}: {said}").response
+    return _answer(*given[0])
+
+
+def _answer(head: Head, body: bytes) -> Response:
+    return with_headers(Response(body, head.status), head)
+
+
+def with_headers(response: Response, head: Head) -> Response:
+    """With all headers of a server's answer, repeated ones, too."""
     for name, value in head.headers:
         response.headers.append(name, value)
     return response

@@ -1,5 +1,7 @@
 """One server of a fleet: a `kvgraft serve` process, and what passes requests on to it and tells what it holds."""
 
+import asyncio
+import logging
 import os
 import threading
 import time
@@ -9,25 +11,25 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ray.serve import get_replica_context
+from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
 
 from kvgraft.evaluate.servers import running
+from kvgraft.fleet.alike import Alike
+from kvgraft.fleet.broadcast import ask_all
+from kvgraft.fleet.changes import RESET, Changes, Told, removes
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.pace import Pace
 from kvgraft.fleet.ranking import HEARTBEAT, Report
-from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed
+from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, end_to_end
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
 
-HOP_BY_HOP = frozenset(
-    {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
-    | {"te", "transfer-encoding", "upgrade"}
-)
-LEFT_OUT = HOP_BY_HOP | {"date", "server"}  # of answers: whoever answers the client sends these
+LEFT_OUT = ("date", "server")  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
 LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics are waited for
 IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
@@ -36,6 +38,11 @@ METRICS_S = 5.0  # between two looks at the metrics of the server
 POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
 TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is believed
 START_S = 1800.0  # a large model may be fetched first
+INGRESS = "Ingress"  # name of the deployment that knows what all servers were told
+CHANGE_S = 120.0  # for which a change of the server's state may take
+TOLD_S = 10.0  # for which it is waited to hear what other servers were told
+AGAIN_S = 10.0  # after which it is asked again: by then all know of this server
+logger = logging.getLogger("ray.serve")
 
 
 class Replica:
@@ -45,12 +52,15 @@ class Replica:
 
     Args:
         environment: that the server gets beside ours.
+        alike: what this machine must have as those have who take requests.
 
     Raises:
+        ValueError: it has not.
         RuntimeError: it did not start.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], alike: Alike) -> None:
+        alike.check()
         self._open = ExitStack()
         self._server = self._open.enter_context(running([*arguments, *QUIET], environment, start_timeout_s=START_S))
         self._name = get_replica_context().replica_id.unique_id
@@ -63,6 +73,15 @@ class Replica:
         self._pace = Pace()
         self._num_requests = self._num_bytes = 0  # sent to the server; of their prompts
         self._looked = 0.0
+        self._changes, self._changing = Changes(), asyncio.Lock()
+        self._taking_over: asyncio.Task[None] | None = None
+        self._registry = CollectorRegistry()
+        self._taken_over = Counter(
+            "kvgraft:fleet_taken_over",
+            "What other servers were told before this one started, by whether it could be done here: done, failed.",
+            ["outcome"],
+            registry=self._registry,
+        )
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
@@ -88,14 +107,14 @@ class Replica:
             self._waiting.pop(number, None)
 
     async def once(self, request: FleetRequest) -> tuple[Head, bytes]:
-        """The whole answer to what every server is asked."""
-        parts: list[Any] = []
-        async with aclosing(self._answer(request)) as answer:
-            parts += [part async for part in answer]
-        head, *body = parts
-        if request.target.startswith("/reset_prefix_cache") and head.status == HTTPStatus.OK:
-            self._held.clear()
-        return head, b"".join(body)
+        """The whole answer to what changes the state of every server, one change after the other. Raises TimeoutError,
+        ClientError."""
+        async with asyncio.timeout(CHANGE_S), self._changing:
+            return await self._change(request)
+
+    async def told(self) -> Told:
+        """What the server was told of that."""
+        return self._changes.told
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Ray Serve hands to routers."""
@@ -135,21 +154,54 @@ class Replica:
         """Its name, and the metrics of its server as they are shown."""
         async with self._http().get(f"{self._server.url}/metrics", timeout=LOOK) as answer:
             answer.raise_for_status()
-            return self._name, await answer.text()
+            return self._name, await answer.text() + generate_latest(self._registry).decode()
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica of which this raises."""
+        """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
         async with self._http().get(f"{self._server.url}/health") as answer:
             answer.raise_for_status()
+        if self._taking_over is None:
+            await self._take_over()
+            self._taking_over = asyncio.create_task(self._take_over(AGAIN_S))
+
+    async def _take_over(self, after_s: float = 0.0) -> None:
+        """Change what other servers were told to change, and this one was not."""
+        await asyncio.sleep(after_s)
+        try:
+            ingresses = await asyncio.to_thread(get_deployment_handle, INGRESS, get_replica_context().app_name)
+        except KeyError:  # the fleet is just being started
+            return
+        answers = await ask_all(ingresses, "told", within_s=TOLD_S)
+        for key, request in self._changes.news(told for told in answers if not isinstance(told, BaseException)):
+            try:
+                async with asyncio.timeout(CHANGE_S), self._changing:
+                    if not self._changes.is_new(key, request):  # it was told so meanwhile
+                        continue
+                    head, body = await self._change(request)
+                is_done = not self._changes.is_new(key, request)
+                is_done |= removes(request) and head.status == HTTPStatus.NOT_FOUND
+                said = f"{head.status} {body[:200]!r}"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                is_done, said = False, repr(error)
+            self._taken_over.labels("done" if is_done else "failed").inc()
+            if not is_done:
+                logger.error("%s, which other servers were told, could not be done here: %s", " ".join(key), said)
+
+    async def _change(self, request: FleetRequest) -> tuple[Head, bytes]:
+        parts: list[Any] = []
+        async with aclosing(self._answer(request)) as answer:
+            parts += [part async for part in answer]
+        head, body = parts[0], b"".join(parts[1:])
+        if self._changes.note(request, head, body) and request.target.startswith(RESET):
+            self._held.clear()
+        return head, body
 
     async def _answer(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
-        headers = [(name, value) for name, value in request.headers if name not in HOP_BY_HOP]
         url = URL(self._server.url + request.target, encoded=True)  # as the client has written it
         async with self._http().request(
-            request.method, url, headers=headers, data=request.body, allow_redirects=False
+            request.method, url, headers=end_to_end(request.headers), data=request.body, allow_redirects=False
         ) as answer:
-            kept = tuple((name, value) for name, value in answer.headers.items() if name.lower() not in LEFT_OUT)
-            yield Head(answer.status, kept)
+            yield Head(answer.status, end_to_end(answer.headers.items(), *LEFT_OUT))
             async for chunk in answer.content.iter_any():
                 yield chunk
 

@@ -1,7 +1,7 @@
 """A request on its way through a fleet, and the text by which it is routed."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,10 @@ from kvgraft.vllm.server.body import parsed
 
 MAX_TEXTS = 1 << 12  # of a request; one with more is routed by load, as all others would wait for it
 MAX_CHARACTERS = 1 << 22  # of them together
+HOP_BY_HOP = frozenset(
+    {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
+    | {"te", "transfer-encoding", "upgrade"}
+)
 _FIELDS = ("prompt", "instructions", "input", "messages")
 
 
@@ -23,6 +27,7 @@ class FleetRequest:
         headers: names in lower case, and values.
         text: of its prompt; None: it is routed by load alone.
         avoids: replicas that have failed it, and get it only if there is no other one.
+        at: when it was asked for, in nanoseconds, if it changes the state of servers.
     """
 
     method: str
@@ -31,6 +36,7 @@ class FleetRequest:
     body: bytes
     text: Fingerprints | None = None
     avoids: frozenset[str] = frozenset()
+    at: int = 0
 
 
 class ServerFailed(ConnectionError):
@@ -48,6 +54,15 @@ class Head:
     def is_stream(self) -> bool:
         """Whether its body is server-sent events."""
         return any(n.lower() == "content-type" and v.startswith("text/event-stream") for n, v in self.headers)
+
+
+def end_to_end(headers: Iterable[tuple[str, str]], *left_out: str) -> tuple[tuple[str, str], ...]:
+    """Headers that are passed on: without those of one connection, the ones included that `Connection` names (RFC 9110,
+    7.6.1), and without these others, in lower case."""
+    headers = tuple(headers)
+    named = ",".join(value for name, value in headers if name.lower() == "connection").lower().split(",")
+    dropped = HOP_BY_HOP.union(left_out, map(str.strip, named))
+    return tuple((name, value) for name, value in headers if name.lower() not in dropped)
 
 
 def decoded(body: bytes) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ Shape = tuple[int, int, int]
 TensorSpec = tuple[str, Shape]  # dtype and shape
 KEY_BYTES = 32
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # names in torch
+ITEM_BYTES = dict(zip((*DTYPES, "int8"), (8, 4, 2, 2, 1, 1, 1), strict=True))
 _SCALE = ".scale"  # suffix of the scales of an int8 tensor
 
 

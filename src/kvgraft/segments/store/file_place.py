@@ -63,9 +63,9 @@ class FilePlace:
         self._tell(name, record)
         return True
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, most: int) -> bytes | None:
         try:
-            found: bytes = self._files.cat_file(f"{self._root}/chunks/{name}")
+            found: bytes = self._files.cat_file(f"{self._root}/chunks/{name}", start=0, end=most)
         except FileNotFoundError:
             return None
         return found

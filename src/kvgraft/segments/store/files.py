@@ -1,6 +1,7 @@
 """The private directory of the disk tier: its modes, its lock, and a safetensors file for each chunk."""
 
 import fcntl
+import math
 import os
 import secrets
 import stat
@@ -12,7 +13,7 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from kvgraft.segments.store.chunk import KEY_BYTES, Payload, Record, specs
+from kvgraft.segments.store.chunk import ITEM_BYTES, KEY_BYTES, Payload, Record, specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,6 +173,13 @@ def encode(record: Record, stored: Payload) -> bytes:
     from safetensors.torch import save
 
     return save(dict(stored), {_METADATA: record.encode().decode()})
+
+
+def most_bytes(record: Record) -> int:
+    """That the file of a chunk has at most: its tensors, and a header that names them and quotes its record."""
+    tensors = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in record.stored.values())
+    names = sum(6 * len(name) + 256 for name in record.stored)
+    return tensors + names + 2 * len(record.encode()) + 256
 
 
 def decode(data: bytes, record: Record) -> dict[str, "Tensor"]:

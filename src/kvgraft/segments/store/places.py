@@ -15,8 +15,8 @@ class Place(Protocol):
     def put(self, name: str, record: bytes, data: bytes) -> bool:
         """Keep a chunk, and tell its record when that is done; False if it is too large ever to be kept."""
 
-    def get(self, name: str) -> bytes | None:
-        """The data of a chunk; None if it is not there, or no longer."""
+    def get(self, name: str, most: int) -> bytes | None:
+        """The data of a chunk, so many bytes of it at most (anything may lie there); None if it is not there."""
 
     def remove(self, name: str, record: bytes) -> None:
         """Let a chunk go, and tell a record of that; one that is not there is no error."""

@@ -47,9 +47,9 @@ class RedisPlace:
             pipeline.execute()
         return True
 
-    def get(self, name: str) -> bytes | None:
-        found: bytes | None = self._asked.get(self._prefix + name)
-        return found
+    def get(self, name: str, most: int) -> bytes | None:
+        found: bytes = self._asked.getrange(self._prefix + name, 0, most - 1)
+        return found or None  # no chunk is empty
 
     def remove(self, name: str, record: bytes) -> None:
         with self._behind.pipeline(transaction=True) as pipeline:

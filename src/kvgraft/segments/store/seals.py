@@ -27,6 +27,10 @@ class Seal:
         """The data of the chunk with this name, signed."""
         return _signature(self._data_key, name, data) + data
 
+    def closed_bytes(self, num_bytes: int) -> int:
+        """Bytes of so much data, signed."""
+        return DIGEST_BYTES + num_bytes
+
     def open(self, sealed: bytes, name: str) -> bytes:
         """The data that was signed for this name; BadPayload if it was not."""
         return _opened(self._data_key, name, sealed)

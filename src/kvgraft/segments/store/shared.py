@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.chunk import KEY_BYTES, Gone, Record, nbytes
-from kvgraft.segments.store.files import BadPayload, decode, encode
+from kvgraft.segments.store.files import BadPayload, decode, encode, most_bytes
 from kvgraft.segments.store.health import Health
 from kvgraft.segments.store.places import Place
 from kvgraft.segments.store.readers import Readers
@@ -195,10 +195,10 @@ class SharedTier:
 
     def _read(self, record: Record) -> "dict[str, Tensor] | str":
         """What is stored of a chunk, or the reason why it is a miss."""
-        name = self._seal.name(record)
+        name, plain = self._seal.name(record), without_source(record)
         try:
-            sealed = self._place.get(name)
-            return "shared_gone" if sealed is None else decode(self._seal.open(sealed, name), without_source(record))
+            sealed = self._place.get(name, self._seal.closed_bytes(most_bytes(plain)))
+            return "shared_gone" if sealed is None else decode(self._seal.open(sealed, name), plain)
         except BadPayload as bad:
             return f"shared_{bad.reason}"
         except Exception as error:  # whatever the client raises
