@@ -19,7 +19,7 @@ from ray.serve.schema import LoggingConfig
 from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
-from kvgraft.fleet.replica import Replica
+from kvgraft.fleet.replica import INGRESS, Replica
 from kvgraft.fleet.router import ROUTINGS, SegmentRouter
 from kvgraft.segments.store.secret import CACHE_SECRET
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
@@ -112,7 +112,7 @@ def application(options: FleetOptions) -> Application:
         **_scaling(options),
     )
     ingress = _deployment(Ingress).options(
-        name="Ingress",
+        name=INGRESS,
         num_replicas=options.ingresses,
         max_ongoing_requests=1 << 16,
         ray_actor_options={"num_cpus": 0},
