@@ -222,6 +222,7 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
             assert ask(client, corpus.prompt(number)).status == 200
     time.sleep(2.0)  # for the store
     before = fleet.wait_for(2)
+    engine = [process.pid for process in psutil.Process(before[0]["server_pid"]).children(recursive=True)]
     failed_before = fleet.total("kvgraft:fleet_failed_total", at="2")
 
     def send(number: int) -> Asked:
@@ -242,6 +243,8 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
     assert {replica["name"] for replica in after} > {before[1]["name"]}
     assert not is_alive(before[0]["server_pid"])
     assert not is_alive(before[0]["pid"])
+    assert engine
+    assert wait_until(lambda: not any(map(is_alive, engine)))
     [new] = {replica["name"] for replica in after} - {before[1]["name"]}
     assert fleet.total("kvgraft:frozen_segments", replica=new) == fleet.total("kvgraft:frozen_segments") / 2 > 0
     assert fleet.total("kvgraft:fleet_taken_over_total", outcome="failed") == 0

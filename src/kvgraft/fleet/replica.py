@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -244,6 +245,8 @@ class Replica:
         code = self._server.process.wait()
         if not self._is_closing.is_set():
             print(f"the server ended with {code}", flush=True)
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.process.pid, signal.SIGKILL)  # its engine would keep its memory
             os._exit(1)  # what is on its way here ends with an error, and is tried elsewhere
 
     def __del__(self) -> None:
