@@ -74,7 +74,7 @@ class Row:
 def main(
     requests: Annotated[int, typer.Option(help="Counted ones.")] = 500,
     warm_up: Annotated[int, typer.Option(help="Requests before these.")] = 150,
-    rate: Annotated[float, typer.Option(help="Requests a second (Poisson).")] = 4.0,
+    rate: Annotated[float, typer.Option(help="Requests a second (Poisson); 0: one after the other.")] = 4.0,
     documents: Annotated[int, typer.Option(help="Of the corpus, of 256 tokens each.")] = 320,
     pool: Annotated[int, typer.Option(help="Tokens of each server's pool.")] = 24_576,
     on_topic: Annotated[float, typer.Option(help="Share of a prompt's documents that are of one topic.")] = 0.8,
@@ -127,7 +127,8 @@ def make_traffic(
             chosen += [drawn] * (drawn not in chosen)
         around = [" ".join(rng.choices(words, k=AROUND)) for _ in range(2)]
         prompts.append(" ".join([around[0], *(corpus[number] for number in chosen), around[1]]))
-    return Traffic(tuple(prompts), tuple(arrivals(len(prompts), rate, seed)), warm_up)
+    times = arrivals(len(prompts), rate, seed) if rate else [0.0] * len(prompts)
+    return Traffic(tuple(prompts), tuple(times), warm_up)
 
 
 def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: int) -> Row:
@@ -160,13 +161,15 @@ def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: in
 async def send(url: str, traffic: Traffic, on_progress: Any) -> list[Outcome]:
     """Each prompt when its time has come."""
     loop, done = asyncio.get_running_loop(), 0
+    turns = asyncio.Semaphore(len(traffic.prompts) if any(traffic.times) else 1)
     async with Client(url) as client:
         begin = loop.time()
 
         async def at(time: float, prompt: str) -> Outcome:
             nonlocal done
             await asyncio.sleep(begin + time - loop.time())
-            outcome = await client.send("rag", {"prompt": prompt}, 4)
+            async with turns:
+                outcome = await client.send("rag", {"prompt": prompt}, 4)
             done += 1
             on_progress(done, len(traffic.prompts))
             return outcome
