@@ -60,6 +60,10 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
     deploy("--replicas", "2")
     before = {replica["name"] for replica in fleet.wait_for(2)}
     corpus, ended = Corpus(0, 16), Event()
+    with fleet.http() as client, fleet.http(ADMIN) as admin:
+        tenant = client.get("/v1/kvgraft/status").json()["view"]["tenant"]
+        segment = {"name": "law", "text": corpus.prompt(0)[0], "tenant": tenant}
+        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
 
     def send(first: int) -> list[int]:
         statuses, number = [], first
@@ -80,3 +84,5 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
     assert len(statuses) > 30
     assert set(statuses) == {200}
     assert not before & after
+    frozen = fleet.samples("kvgraft:frozen_segments")
+    assert {labels["replica"]: count for labels, count in frozen} == dict.fromkeys(after, 1)

@@ -170,9 +170,12 @@ class Replica:
         await asyncio.sleep(after_s)
         try:
             ingresses = await asyncio.to_thread(get_deployment_handle, INGRESS, get_replica_context().app_name)
+            answers = await ask_all(ingresses, "told", within_s=TOLD_S)
         except KeyError:  # the fleet is just being started
             return
-        answers = await ask_all(ingresses, "told", within_s=TOLD_S)
+        except Exception:  # whatever Ray raises: this server can do without
+            logger.exception("what other servers were told is not known")
+            return
         for key, request in self._changes.news(told for told in answers if not isinstance(told, BaseException)):
             try:
                 async with asyncio.timeout(CHANGE_S), self._changing:
