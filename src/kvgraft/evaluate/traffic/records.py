@@ -53,7 +53,7 @@ class Blocks:
     num_tokens: int
 
 
-Prompt = str | Conversation | tuple[int, ...] | Blocks
+Prompt = str | Conversation | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LoggedRequest:
     """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say; `num_answered`
     are the tokens of its answer, where the trace says only how many."""
 
-    prompt: Prompt
+    prompt: Prompt | Blocks
     session: str | None = None
     timestamp: float | None = None
     request_id: str | None = None

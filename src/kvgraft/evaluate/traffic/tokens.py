@@ -115,7 +115,7 @@ def open_tokens(directory: Path | None) -> TokenReader:
     return WordPieces() if directory is None else ModelTokens(directory)
 
 
-def pieces_of(prompt: Prompt, reader: TokenReader) -> list[np.ndarray]:
+def pieces_of(prompt: Prompt | Blocks, reader: TokenReader) -> list[np.ndarray]:
     """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken as they are;
     those of blocks without text are made up, equal ones for equal blocks.
 
