@@ -41,6 +41,19 @@ class Figures:
 FIGURES = Figures()  # of this process
 
 
+class ReplicaFigures:
+    """What one replica has done, beside its server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.taken_over = Counter(
+            "kvgraft:fleet_taken_over",
+            "What other servers were told before this one started, by whether it could be done here: done, failed.",
+            ["outcome"],
+            registry=self.registry,
+        )
+
+
 def shown(name: str) -> bytes:
     """Our own, as of the ingress with this name."""
     return _text(_with_label(FIGURES.registry.collect(), "ingress", name))

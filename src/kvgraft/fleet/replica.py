@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
@@ -22,6 +22,7 @@ from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.changes import RESET, Changes, Told, removes
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
+from kvgraft.fleet.figures import ReplicaFigures
 from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.pace import Pace
 from kvgraft.fleet.ranking import HEARTBEAT, Report
@@ -76,13 +77,7 @@ class Replica:
         self._looked = 0.0
         self._changes, self._changing = Changes(), asyncio.Lock()
         self._taking_over: asyncio.Task[None] | None = None
-        self._registry = CollectorRegistry()
-        self._taken_over = Counter(
-            "kvgraft:fleet_taken_over",
-            "What other servers were told before this one started, by whether it could be done here: done, failed.",
-            ["outcome"],
-            registry=self._registry,
-        )
+        self._figures = ReplicaFigures()
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
@@ -155,7 +150,7 @@ class Replica:
         """Its name, and the metrics of its server as they are shown."""
         async with self._http().get(f"{self._server.url}/metrics", timeout=LOOK) as answer:
             answer.raise_for_status()
-            return self._name, await answer.text() + generate_latest(self._registry).decode()
+            return self._name, await answer.text() + generate_latest(self._figures.registry).decode()
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
@@ -187,7 +182,7 @@ class Replica:
                 said = f"{head.status} {body[:200]!r}"
             except (aiohttp.ClientError, TimeoutError) as error:
                 is_done, said = False, repr(error)
-            self._taken_over.labels("done" if is_done else "failed").inc()
+            self._figures.taken_over.labels("done" if is_done else "failed").inc()
             if not is_done:
                 logger.error("%s, which other servers were told, could not be done here: %s", " ".join(key), said)
 

@@ -11,7 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
-from kvgraft.fleet.figures import Figures
+from kvgraft.fleet.figures import Figures, ReplicaFigures
 from kvgraft.vllm.server.guard_metrics import GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
@@ -37,7 +37,7 @@ def exported() -> dict[str, Exported]:
         name: Exported(one.kind.__name__.lower(), frozenset(SERVER_LABELS | ({one.label} - {""})))
         for name, one in METRICS.items()
     }
-    fleet = [one for name, one in vars(Figures()).items() if name != "registry"]
+    fleet = [one for name, one in (vars(Figures()) | vars(ReplicaFigures())).items() if name != "registry"]
     return engine | {
         one._name + ("_total" if one._type == "counter" else ""): Exported(one._type, frozenset(one._labelnames))
         for one in (*vars(GuardMetrics()).values(), *fleet)
