@@ -141,6 +141,7 @@ def test_streams_come_as_they_are_written(fleet: RunningFleet):
     assert "".join(chunk for _, chunk in times).endswith("data: [DONE]\n\n")
     assert len(times) > 5
     assert times[-1][0] > times[0][0]
+    assert {replica["pace"] for replica in fleet.replicas()} > {1.0}, "the one that was asked knows its own"
 
 
 def test_headers_of_the_connection_to_the_fleet_stay_there(fleet: RunningFleet):

@@ -9,6 +9,7 @@ from kvgraft.fleet.requests import FleetRequest, Head, decoded
 SEGMENTS, RESET = "/v1/kvgraft/segments", "/reset_prefix_cache"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = (SEGMENTS, RESET, LOAD, UNLOAD)  # what is asked there changes the state of a server
+CHANGE_S = 120.0  # for which a server may take for one
 MAX_BYTES = 1 << 28  # of all changes of segments that are known; the oldest are forgotten first
 FORGET_NS = 3600 * 10**9  # for which it is known that a segment was deleted: longer than a server takes to start
 

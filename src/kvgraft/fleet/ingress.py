@@ -20,9 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.broadcast import ask_all
-from kvgraft.fleet.changes import PATHS, Changes, Told
+from kvgraft.fleet.changes import CHANGE_S, PATHS, Changes, Told
 from kvgraft.fleet.figures import FIGURES, labelled, shown
-from kvgraft.fleet.replica import CHANGE_S
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access

@@ -132,8 +132,9 @@ class Ranking(Generic[Server]):
         if informed:
             expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
-            prefill_s = expected.prefill_s * np.median([s.report.pace for s in states if s is not None])  # of all: one
-            seconds[is_heard] += prefill_s  # that was slow once and gets nothing would stay slow
+            # one pace for all: a server that was slow once, and gets nothing since, would stay slow
+            prefill_s = expected.prefill_s * np.median([state.report.pace for state in states if state is not None])
+            seconds[is_heard] += prefill_s
             seconds[~is_heard] += prefill_s.max()  # as long as on the one that holds least
         over = loads > self._imbalance * loads.mean() + 1
         turns = self._random.random(len(servers))  # of equal ones

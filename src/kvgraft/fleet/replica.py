@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, aclosing
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +19,7 @@ from yarl import URL
 from kvgraft.evaluate.servers import running
 from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.broadcast import ask_all
-from kvgraft.fleet.changes import RESET, Changes, Told, removes
+from kvgraft.fleet.changes import CHANGE_S, RESET, Changes, Told, removes
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.figures import ReplicaFigures
 from kvgraft.fleet.held_text import HeldText
@@ -41,7 +40,6 @@ POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
 TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is believed
 START_S = 1800.0  # a large model may be fetched first
 INGRESS = "Ingress"  # name of the deployment that knows what all servers were told
-CHANGE_S = 120.0  # for which a change of the server's state may take
 TOLD_S = 10.0  # for which it is waited to hear what other servers were told
 AGAIN_S = 10.0  # after which it is asked again: by then all know of this server
 logger = logging.getLogger("ray.serve")
@@ -81,7 +79,7 @@ class Replica:
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
-        number, text, is_read = self._num_requests, request.text, False
+        number, text, is_read, is_stream = self._num_requests, request.text, False, False
         self._num_requests += 1
         started, expected_s = time.monotonic(), 0.0
         if text is not None:
@@ -91,11 +89,12 @@ class Replica:
             async with aclosing(self._answer(request)) as answer:
                 async for part in answer:
                     if isinstance(part, Head):
-                        is_read = part.status == HTTPStatus.OK  # or it was refused
+                        is_read, is_stream = part.status == HTTPStatus.OK, part.is_stream  # or it was refused
                     elif self._waiting.pop(number, None) is not None and text is not None and is_read:
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
-                        self._pace.add(expected_s, time.monotonic() - started)
+                        if is_stream:  # others come with their last token
+                            self._pace.add(expected_s, time.monotonic() - started)
                     yield part
         except aiohttp.ClientError as error:
             raise ServerFailed(self._name) from error
@@ -243,8 +242,7 @@ class Replica:
         code = self._server.process.wait()
         if not self._is_closing.is_set():
             print(f"the server ended with {code}", flush=True)
-            with suppress(ProcessLookupError):
-                os.killpg(self._server.process.pid, signal.SIGKILL)  # its engine would keep its memory
+            self._open.close()  # ends its engine, too, which would keep its memory
             os._exit(1)  # what is on its way here ends with an error, and is tried elsewhere
 
     def __del__(self) -> None:
