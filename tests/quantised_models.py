@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,6 +18,11 @@ INT4 = 15  # the largest unsigned number in four bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output channel lies in each four bits of a word, from the lowest
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 Tensors = dict[str, Tensor]
+AVX512 = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="this CPU has no AVX-512, so vLLM has no FP8 KV cache and cannot pack for AMX",
+)
+IN_FP8 = [pytest.param(name, marks=AVX512) for name in ("fp8_e4m3", "fp8_e5m2")]
 
 
 def quantise(source: Path, directory: Path, kind: str) -> Path:

@@ -8,8 +8,10 @@ import torch
 from vllm import _custom_ops as ops
 
 from quantised_kv import Told, kl, towards_zero
+from quantised_models import AVX512
 
 
+@AVX512
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 200.0])
 def test_it_rounds_as_the_kernels_of_the_platform(spread: float):
     numbers = spread * torch.randn(32, 1, 64, generator=torch.Generator().manual_seed(0))

@@ -26,6 +26,7 @@ from kvgraft.vllm.compat import CONNECTOR, FLOW, WORKER_CLASS, support, transfer
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_connector, check_supported, vllm_version
 from models import make_head_map, make_model
+from quantised_models import IN_FP8
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 6
 OURS = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # as one would write it
@@ -396,7 +397,7 @@ def causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first:
 
 @pytest.mark.parametrize(("block_size", "kernel_block_size"), [(32, None), (64, 32)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *IN_FP8])
 def test_runs_attend_as_pseudo_sequences(
     cache_dtype: str, dtype: str, tolerance: float, block_size: int, kernel_block_size: int | None
 ):

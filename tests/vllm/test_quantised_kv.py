@@ -27,11 +27,11 @@ from kvgraft.vllm.compat.cache_dtype import FP8, READABLE, as_codes, as_written,
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, model_identity
 from kvgraft.vllm.worker import kv_share
-from quantised_models import with_kv_scales
+from quantised_models import AVX512, IN_FP8, with_kv_scales
 
 PROGRAM, STORING = (Path(__file__).with_name(name) for name in ("quantised_engine.py", "grafting_engine.py"))
 SCALES = [(1.0, 1.0), (0.5, 0.25), (0.0173, 0.3)]
-DTYPES = pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+DTYPES = pytest.mark.parametrize("cache_dtype", IN_FP8)
 WRITTEN = 2 * BLOCK  # tokens of KV_HEADS heads of BLOCK channels
 
 
@@ -91,9 +91,9 @@ def test_keys_that_are_turned_are_rounded_once_more(
     assert torch.equal(found_values, held_values)
 
 
-@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("isa", ["vec", pytest.param("amx", marks=AVX512)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *IN_FP8])
 def test_what_each_instruction_set_packs_is_unpacked(cache_dtype: str, head_dim: int, isa: str):
     """Also on CPUs that do not have it: AMX wants values in pairs of tokens, too."""
     keys, values = (numbers(64, KV_HEADS, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
@@ -125,6 +125,7 @@ def test_what_would_mix_or_gain_nothing_is_refused():
     check_supported(configure(kv_transfer_config=stored), cache_of(spec_of()))
 
 
+@AVX512
 def test_scales_by_head_are_refused(monkeypatch: pytest.MonkeyPatch):
     host = make_host("float32", 32, 32, cache_dtype="fp8")
     monkeypatch.setattr(host.attentions[0], "_k_scale", torch.ones(KV_HEADS))
@@ -187,6 +188,7 @@ def found(kind: Any) -> dict[str, Any]:
     return dict(warm.run(PROGRAM, {"model": str(kind[0]), "engine": kind[1]}, **ENVIRONMENT))
 
 
+@AVX512
 @pytest.mark.slow
 def test_an_engine_with_it_grafts_and_stays_exact(kind: Any, plain_tokens: list[list[int]], found: dict[str, Any]):
     """Recomputing everything answers as plain vLLM with the same cache; grafts are their sources, turned."""
@@ -209,6 +211,7 @@ def test_an_engine_with_it_grafts_and_stays_exact(kind: Any, plain_tokens: list[
     assert found["problems"] == []
 
 
+@AVX512
 @pytest.mark.slow
 def test_heads_recover_what_the_attention_would_have_stored(
     kind: Any, plain_tokens: list[list[int]], found: dict[str, Any]
@@ -227,6 +230,7 @@ def test_heads_recover_what_the_attention_would_have_stored(
     assert grafts["computed_but_same"] < 0.01 * grafts["computed"]
 
 
+@AVX512
 @pytest.mark.soak
 def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
     """Codes are stored, so they come back bit for bit; a server with another cache dtype finds nothing of them."""
