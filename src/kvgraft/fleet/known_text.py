@@ -90,7 +90,7 @@ class KnownText(Generic[Server]):
     def where(self, values: np.ndarray, servers: Sequence[Server]) -> np.ndarray:
         """Which of these servers, all of them known, hold which of these fingerprints uint64 [n]: bool [servers, n]."""
         found = np.unpackbits(self._bits[(values % np.uint64(ROWS)).astype(np.int64)], axis=1, bitorder="little")
-        known: np.ndarray = found.T[[self._columns[server] for server in servers]].astype(bool)
+        known: np.ndarray = found[:, [self._columns[server] for server in servers]].T.view(bool)
         return known
 
     def _draw(self, server: Server) -> None:

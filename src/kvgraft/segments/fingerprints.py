@@ -65,14 +65,15 @@ class Fingerprints:
         return chained
 
     def known_bytes(self, known: np.ndarray) -> np.ndarray:
-        """How much text is known where these fingerprints bool [..., n] are: int64 [...].
+        """How much text is known where these fingerprints bool [..., n] are: float64 [...], whole numbers.
 
         Each speaks for its window; two neighbours that are known for what lies between them, unless that is too much.
         """
         gaps = np.diff(self.places)
         reach = np.append(np.minimum(gaps, WINDOW), [WINDOW] * bool(len(self.places)))  # as far as the next one's
         bridged = known[..., :-1] & known[..., 1:] & (gaps <= FARTHEST)
-        found: np.ndarray = known @ reach.astype(np.int64) + bridged @ (gaps - reach[:-1]).astype(np.int64)
+        # products of floats are much faster than those of integers
+        found: np.ndarray = known.astype(float) @ reach + bridged.astype(float) @ (gaps - reach[:-1])
         return found
 
 
