@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Generic
 
 import numpy as np
@@ -133,7 +134,7 @@ class Ranking(Generic[Server]):
             expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
             # one pace for all: a server that was slow once, and gets nothing since, would stay slow
-            prefill_s = expected.prefill_s * np.median([state.report.pace for state in states if state is not None])
+            prefill_s = expected.prefill_s * median(state.report.pace for state in states if state is not None)
             seconds[is_heard] += prefill_s
             seconds[~is_heard] += prefill_s.max()  # as long as on the one that holds least
         over = loads > self._imbalance * loads.mean() + 1
