@@ -30,14 +30,14 @@ serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
 test: $(READY) ## Set up, then run the tests that a change should pass at any time (minutes)
 	$(BIN)/python -m pytest $(TWO)
 
-test-all: $(READY) ## Run all other tests, and those of properties with more examples
-	$(BIN)/python -m pytest $(TWO) -m '(slow or hypothesis) and not soak' --hypothesis-profile full
+test-all: $(READY) ## Run the other tests that take minutes
+	$(BIN)/python -m pytest $(TWO) -m 'slow and not soak'
 
-test-soak: $(READY) ## Run the tests that do the same for many minutes
-	$(BIN)/python -m pytest -m soak
+test-soak: $(READY) ## Run the tests that take hours together, and those of properties with more examples
+	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile full
 
 test-vllm-matrix: $(OVERLAY)-0.31.0/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
-	$(OVERLAY)-0.31.0/bin/python -m pytest $(TWO) -m 'not soak' $(CONTRACT) tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
+	$(OVERLAY)-0.31.0/bin/python -m pytest $(TWO) $(CONTRACT) tests/vllm/test_heads.py tests/vllm/test_documents.py tests/vllm/test_sparse.py
 
 contract: $(OVERLAY)-$(VERSION)/.ready ## Check our contract with any vLLM: make contract VERSION=0.33.0
 	$(OVERLAY)-$(VERSION)/bin/python -m pytest -rs --continue-on-collection-errors -m 'not soak' $(CONTRACT)

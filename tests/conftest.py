@@ -24,12 +24,12 @@ properties.register()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts vLLM and what is for `make test-all`, and say what goes together."""
+    """Mark what starts vLLM and what is for `make test-all` and `make test-soak`, and say what goes together."""
     for item in items:
         if tiers.starts_vllm(item):
             item.add_marker("vllm")
-    for item in tiers.left_out(items):
-        item.add_marker("slow")
+    for item, marker in tiers.left_out(items):
+        item.add_marker(marker)
     if IN_PARALLEL:
         items.sort(key=tiers.rank_of)
         for item in items:

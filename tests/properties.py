@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-MORE = 3  # times as many examples in `full`
+MORE = 5  # times as many examples in `full`
 DEFAULT = 100
 
 

@@ -20,7 +20,7 @@ KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": 
 Tensors = dict[str, Tensor]
 AVX512 = pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="this CPU has no AVX-512, so vLLM has no FP8 KV cache and cannot pack for AMX",
+    reason="this CPU has no AVX-512: vLLM has no FP8 KV cache and no kernels for four bits, and cannot pack for AMX",
 )
 IN_FP8 = [pytest.param(name, marks=AVX512) for name in ("fp8_e4m3", "fp8_e5m2")]
 

@@ -1,4 +1,4 @@
-"""Which tests start vLLM, which are left to `make test-all`, and which go to one process of pytest-xdist."""
+"""Which tests start vLLM, which are left to `make test-all` and `make test-soak`, and which go to one process of pytest-xdist."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -63,11 +63,12 @@ def _file_of(value: Any) -> str:
     return value.__code__.co_filename if isinstance(value, FunctionType) else ""
 
 
-def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """The cases of tests with many that `make test` does without.
+def left_out(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
+    """The cases of tests with many that `make test` does without, and whether they are "slow" or "soak".
 
     It takes every fourth value of a parameter with very many that are alike, and then so many cases that each value of
-    a parameter meets each value of every other one, as far as they meet at all.
+    a parameter meets each value of every other one, as far as they meet at all. `make test-all` takes so many more that
+    any three values meet.
     """
     cases = defaultdict(list)
     for item in items:
@@ -76,8 +77,9 @@ def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     for some in cases.values():
         if len(some) > MANY:
             values = {item: {name: repr(value) for name, value in item.callspec.params.items()} for item in some}
-            taken = _covering(_sampled(values) if some[0].path.relative_to(TESTS).parts[0] in ALIKE else values)
-            yield from (item for item in some if item not in taken)
+            sampled = _sampled(values) if some[0].path.relative_to(TESTS).parts[0] in ALIKE else values
+            pairs, triples = _covering(sampled, 2), _covering(values, 3)
+            yield from ((item, "slow" if item in triples else "soak") for item in some if item not in pairs)
 
 
 def _sampled(values: Values) -> Values:
@@ -89,15 +91,16 @@ def _sampled(values: Values) -> Values:
     return values
 
 
-def _covering(values: Values) -> set[pytest.Item]:
-    """Always the case with most pairs of values that no earlier one has; all cases if there is but one parameter."""
-    pairs = {item: set(combinations(sorted(own.items()), 2)) for item, own in values.items()}
-    missing = set().union(*pairs.values())
+def _covering(values: Values, together: int) -> set[pytest.Item]:
+    """Always the case in which most values meet, so many together, that do in no earlier one; all cases if there are
+    fewer parameters."""
+    meeting = {item: set(combinations(sorted(own.items()), together)) for item, own in values.items()}
+    missing = set().union(*meeting.values())
     taken = set() if missing else set(values)
     while missing:
-        best = max(pairs, key=lambda item: len(pairs[item] & missing))
+        best = max(meeting, key=lambda item: len(meeting[item] & missing))
         taken.add(best)
-        missing -= pairs[best]
+        missing -= meeting[best]
     return taken
 
 

@@ -128,6 +128,7 @@ def test_a_pause_that_lasts_to_the_end_counts():
     assert gap == 6.0, "from the last token at 11 to the first of the prompt at 17"
 
 
+@pytest.mark.soak
 def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
     async def run() -> tuple[soak.Result, Traffic]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:

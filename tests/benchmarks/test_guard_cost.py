@@ -32,7 +32,7 @@ def test_a_row_for_each_server_with_ratios_to_the_unscored_one():
     assert columns[9] == ["1.000", "1.000", f"{1 + 1 / FAST.seconds:.3f}"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_real_servers_are_driven_and_answers_scored():
     app = typer.Typer()
     app.command()(command.main)

@@ -53,7 +53,7 @@ def test_what_cannot_be_asked_is_refused(arguments: list[str], message: str):
     assert message in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pool_that_holds_all_gives_all_back(tmp_path: Path):
     told = []
     for name in ("one", "two"):

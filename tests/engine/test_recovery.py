@@ -131,7 +131,7 @@ def test_recomputing_everything_is_full_prefill(
     check_recomputing_everything(engines, family, data)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=500)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)

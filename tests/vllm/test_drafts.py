@@ -23,7 +23,7 @@ POLICIES = {
 DOCUMENT, QUESTION = words(300, 1), words(9, 2)
 PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
 NUM_DRAFTED = 3  # in a step
-EAGLE3 = pytest.param("eagle3", marks=pytest.mark.soak)
+SELDOM = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("itself", "eagle3")]
 Asked = dict[str, dict[str, Any]]  # by policy
 
 
@@ -48,7 +48,7 @@ def undrafted(target: Path) -> Asked:
     return run(target, None)
 
 
-@pytest.fixture(scope="module", params=["itself", "another", "eagle", EAGLE3])
+@pytest.fixture(scope="module", params=["another", "eagle", *SELDOM])
 def drafted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
     """What it says with a draft model: itself, one of another shape, heads."""
     directory = tmp_path_factory.mktemp("drafts") / "model"

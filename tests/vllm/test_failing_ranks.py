@@ -35,6 +35,7 @@ def test_a_rank_that_fails_alone_ends_the_engine(model: Path, where: str):
     assert answer["seconds"] < SECONDS
 
 
+@pytest.mark.soak
 def test_ranks_that_end_alike_fall_back(model: Path):
     """Both fail, or one does when no other waits for it any more; the engine goes on."""
     everywhere, last, again = run(model, "everywhere", "last")

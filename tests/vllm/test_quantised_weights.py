@@ -18,11 +18,16 @@ from kvgraft.engine.checkpoint import UnsupportedModel, identify
 from kvgraft.engine.config import load_config
 from kvgraft.vllm.compat.support import check_supported, model_identity
 from models import make_model
-from quantised_models import KINDS, quantise
+from quantised_models import AVX512, KINDS, quantise
 
 PROGRAM = Path(__file__).with_name("quantised_engine.py")
 IN_FLOAT32 = ("int8", "compressed fp8")  # the kernels of the others are for half precision
-RUN = ["awq", "int8", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gptq", "int4", "compressed fp8"))]
+RUN = [
+    pytest.param("awq", marks=AVX512),
+    "int8",
+    *(pytest.param(kind, marks=[pytest.mark.soak, AVX512]) for kind in ("gptq", "int4")),
+    pytest.param("compressed fp8", marks=pytest.mark.soak),
+]
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_without_a_store_they_are_gone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[int]], tmp_path: Path, int8: bool):
     settings = {
         "store_dir": str(tmp_path / "store"),
@@ -99,8 +99,8 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
     assert int8 or known[-1]["tokens"] == plain[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_what_an_adapter_has_read_is_found_again_by_that_adapter(tmp_path: Path, ranks: int):
     store, paths = str(tmp_path / "store"), [make_adapter(tmp_path / name, MODEL_DIR, seed=ord(name)) for name in "ab"]
     run([], [], [KNOWN], ranks, paths[:1], store_dir=store)
@@ -154,7 +154,7 @@ def test_a_load_that_fails_is_a_miss():
     side.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
 def test_each_of_two_ranks_has_a_store_of_its_own(plain: list[list[int]], tmp_path: Path):
     store = str(tmp_path / "store")

@@ -89,7 +89,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "LOG_EVERY", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path):
     whole, halves = (Job(tmp_path / name, num_processes=1) for name in ("whole", "halves"))
     for job in (whole, halves):
@@ -115,7 +115,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
     assert {"loss", "lens", "needle", "variable"} <= log[0].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_trains_and_goes_on(tmp_path: Path):
     command = [sys.executable, "-m", "research.testbed", "--out", str(tmp_path)]
     for until in (1, 2):

@@ -34,7 +34,7 @@ def test_every_combination_of_motifs_is_a_flow(tmp_path: Path):
         assert (program.most, program.is_stateful) == (8, genes["time"] != "none")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_interrupted_search_goes_on_as_if_it_had_not_been(tmp_path: Path):
     engine = Engine(MODEL_DIR, dtype="float32")
     whole, halves = tmp_path / "whole", tmp_path / "halves"
