@@ -1,4 +1,4 @@
-"""Which tests start vLLM, which are left to `make test-all` and `make test-soak`, and which go to one process of pytest-xdist."""
+"""Which tests start vLLM, which are for longer runs than `make test`, and which go to one process of pytest-xdist."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
