@@ -88,6 +88,17 @@ def test_what_waits_is_read_while_time_passes(clock: Clock):
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b"
 
 
+def test_a_report_of_what_was_sent_from_here_and_has_been_answered_since_keeps_nobody_waiting(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report())
+    for text in (FIRST, SECOND, THIRD):
+        ranking.sent("b", text)
+        ranking.hear("b", report(waiting_s=0.25, pace=4.0))
+        assert ranking.rank(text, {"a": 0, "b": 1}).servers[0] == "a"
+        assert ranking.rank(text, {"a": 0, "b": 0}).servers[0] == "b"
+    ranking.hear("b", report(waiting_s=2.0))
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a", "others have sent that"
+
+
 @pytest.mark.parametrize("pace", [0.5, 1.0, 4.0])
 def test_what_waits_is_read_at_the_pace_of_the_server(clock: Clock, pace: float):
     ranking = ranking_of(clock, a=report(pace=pace), b=report(FIRST, pace=pace))

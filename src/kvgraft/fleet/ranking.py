@@ -50,21 +50,14 @@ class Report:
         """What `as_stats` has given."""
         return cls(**{**stats, "costs": Costs(**stats["costs"])})
 
-    @property
-    def free_s(self) -> float:
-        """Seconds until nothing waits there any more."""
-        return self.waiting_s * self.pace
-
 
 @dataclass
 class _State:
     report: Report
     heard: float  # when
     free_at: float  # when all prompts that were sent there will have been read, as far as can be told
-
-    def free_at_with(self, in_flight: int) -> float:
-        """The same, with so many requests in flight: without any only what others have sent can wait."""
-        return self.free_at if in_flight else self.heard + self.report.free_s
+    others_free_at: float  # when those will that others have sent
+    sent_s: float  # expected seconds of those that were sent from here, and may be in flight
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,11 @@ class Ranking(Generic[Server]):
         """A server has said what it holds. ValueError if its sketches are none."""
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
-        now = self._clock()
-        self._servers[server] = _State(report, now, now + report.free_s)
+        now, before = self._clock(), self._servers.get(server)
+        sent_s = before.sent_s if before is not None else 0.0
+        others_s = max(report.waiting_s - sent_s, 0.0)
+        free_at, others_free_at = (now + seconds * report.pace for seconds in (report.waiting_s, others_s))
+        self._servers[server] = _State(report, now, free_at, others_free_at, sent_s)
 
     def forget(self, server: Server) -> None:
         """A server is gone."""
@@ -127,8 +123,12 @@ class Ranking(Generic[Server]):
         loads = np.fromiter(in_flight.values(), np.int64, len(servers))
         states = [self._servers.get(server) for server in servers]
         is_heard = np.array([state is not None and now - state.heard <= SILENCE for state in states], bool)
-        free_at = [0.0 if s is None else s.free_at_with(load) for s, load in zip(states, loads.tolist(), strict=True)]
-        seconds = np.maximum(np.array(free_at) - now, 0.0)
+        free_at = np.zeros(len(servers))
+        for number, (state, load) in enumerate(zip(states, loads.tolist(), strict=True)):
+            if state is not None:
+                free_at[number] = state.free_at if load else state.others_free_at
+                state.sent_s *= load > 0
+        seconds = np.maximum(free_at - now, 0.0)
         known, informed = np.zeros(len(servers)), bool(is_heard.any())
         if informed:
             expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
@@ -148,6 +148,7 @@ class Ranking(Generic[Server]):
             seconds = float(self._expect(text, [server]).prefill_s[0])
             now = self._clock()
             state.free_at = max(state.free_at, now) + seconds * state.report.pace
+            state.sent_s += seconds
             if now - state.heard <= SILENCE:  # what is noted is let go when the server is heard next
                 self._text.sent(server, text.values)
                 self._beginnings.sent(server, text.chain())
