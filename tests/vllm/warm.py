@@ -2,10 +2,12 @@
 
 Run as a script it imports vLLM, and forks for every program that is asked for on a socket, whose number is its
 argument: a JSON object, beside it the program's input, output and errors. It ends with the socket, and so do they.
+The processes that a program starts are forks, too; on CPUs vLLM would have them import everything again.
 """
 
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -145,6 +147,8 @@ def serve(asking: socket.socket) -> list[str]:
         if not (pid := os.fork()):
             asking.close()
             _become(asked["environment"], files)
+            forking = multiprocessing.get_context("fork")
+            multiprocessing.get_context = lambda method=None: forking
             return list(asked["arguments"])
         for number in files:
             os.close(number)

@@ -66,14 +66,14 @@ def running(
 
 @contextmanager
 def _running(arguments: Sequence[str], log: Path, environment: Mapping[str, str], anew: bool) -> Iterator[Process]:
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         if anew:
             command = [sys.executable, *arguments]
             process: Process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, start_new_session=True
             )
         else:
-            process = warm.start(arguments, environment | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, output, output)
+            process = warm.start(arguments, environment, output, output)
     try:
         yield process
     finally:
