@@ -27,6 +27,8 @@ from research.testbed import curriculum, mimetic
 from research.testbed.batches import TrainingBatch, make_batch
 from research.vortex import latent_model
 
+IN_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # elsewhere it is many times slower
+PRECISION = torch.bfloat16 if IN_BFLOAT16 else torch.float32  # of products
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
 RESOLVED_WEIGHT = 0.5
 END_WEIGHT = 0.1  # of the token that ends an answer
@@ -161,7 +163,7 @@ class _Trainer:
         self.attention.windowed = self.job.by_head and self.step % by_head.DENSE_EVERY > 0
         batch = make_batch(stage, NUM_TOKENS, (self.job.seed, self.step, self.rank))
         self.lens.clear()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", PRECISION, enabled=IN_BFLOAT16):
             states = self.model.model(
                 input_ids=batch.token_ids, position_ids=batch.positions, use_cache=False
             ).last_hidden_state
@@ -302,9 +304,9 @@ class _Attention:
         kv_heads = key.shape[1]
         group = heads // kv_heads
         mask = self._mask(module.layer_idx, length, group, batch)
-        rows = (query * scaling).reshape(batch * kv_heads, group * length, -1).bfloat16()
-        key, value = (x.reshape(batch * kv_heads, length, -1).bfloat16() for x in (key, value))
-        weights = torch.baddbmm(mask, rows, key.transpose(1, 2)).softmax(-1, dtype=torch.bfloat16)
+        rows = (query * scaling).reshape(batch * kv_heads, group * length, -1).to(PRECISION)
+        key, value = (x.reshape(batch * kv_heads, length, -1).to(PRECISION) for x in (key, value))
+        weights = torch.baddbmm(mask, rows, key.transpose(1, 2)).softmax(-1, dtype=PRECISION)
         return torch.bmm(weights, value).view(batch, heads, length, -1).transpose(1, 2), None
 
     def _mask(self, layer: int, *shape: int) -> Tensor:
@@ -312,12 +314,13 @@ class _Attention:
         key = (*shape, min(layer, 1)) if self.windowed else shape[:2]
         if key not in self.masks:
             self.masks = {known: mask for known, mask in self.masks.items() if known[0] == shape[0]}
-            self.masks[key] = by_head.mask(layer, *shape) if self.windowed else _causal_mask(*shape[:2])
+            mask = by_head.mask(layer, *shape) if self.windowed else _causal_mask(*shape[:2])
+            self.masks[key] = mask.to(PRECISION)
         return self.masks[key]
 
 
 def _causal_mask(length: int, group: int) -> Tensor:
-    return torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu_(1).repeat(group, 1)
+    return torch.full((length, length), float("-inf")).triu_(1).repeat(group, 1)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> dict[str, Tensor]:
