@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if tiers.starts_vllm(item):
             item.add_marker("vllm")
-    for item, marker in tiers.left_out(items):
-        item.add_marker(marker)
+    for item in tiers.left_out(items):
+        item.add_marker("soak")
     if IN_PARALLEL:
         items.sort(key=tiers.rank_of)
         for item in items:

@@ -100,7 +100,6 @@ def test_generate_refuses_an_empty_document(capsys: pytest.CaptureFixture[str], 
     assert f"{tmp_path / 'empty'} has no text" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert run(app, ["flow", "list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 6
@@ -111,20 +110,6 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert "keeps state: requests share no pages" in " ".join(capsys.readouterr().out.split())
     assert run(app, ["flow", "explain", "quest", "--triton"]) == 0
     assert capsys.readouterr().out.count("def fused(") == len(told["sources"]) == 3
-    bench = [
-        "flow",
-        "bench",
-        "quest:topk_blocks=9",
-        "--length",
-        "512",
-        "--out",
-        str(tmp_path / "out"),
-        "--context",
-        "600",
-    ]
-    assert run(app, [*bench, "--json"]) == 0
-    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:topk_blocks=9"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
     assert run(app, ["flow", "bench", "quest", "--context", "9000", "--out", str(tmp_path / "none")]) == 2
     assert "--context must be from 3 to 4608, the positions of this model, got 9000" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -136,6 +121,14 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         mine.write_text(text)
         assert run(app, ["flow", "explain", str(mine)]) == 2
         assert error in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_flow_bench_writes_tables_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    where = ["--out", str(tmp_path), "--length", "512", "--context", "600"]
+    assert run(app, ["flow", "bench", "quest:topk_blocks=9", *where, "--json"]) == 0
+    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:topk_blocks=9"}
+    assert {path.name for path in tmp_path.iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
 
 
 def imported_by(tmp_path: Path, *command_lines: list[str]) -> set[str]:

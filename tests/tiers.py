@@ -63,12 +63,11 @@ def _file_of(value: Any) -> str:
     return value.__code__.co_filename if isinstance(value, FunctionType) else ""
 
 
-def left_out(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
-    """The cases of tests with many that `make test` does without, and whether they are "slow" or "soak".
+def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of tests with many that only `make test-soak` runs.
 
-    It takes every fourth value of a parameter with very many that are alike, and then so many cases that each value of
-    a parameter meets each value of every other one, as far as they meet at all. `make test-all` takes so many more that
-    any three values meet.
+    `make test` takes every fourth value of a parameter with very many that are alike, and then so many cases that each
+    value of a parameter meets each value of every other one, as far as they meet at all.
     """
     cases = defaultdict(list)
     for item in items:
@@ -78,8 +77,8 @@ def left_out(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
         if len(some) > MANY:
             values = {item: {name: repr(value) for name, value in item.callspec.params.items()} for item in some}
             sampled = _sampled(values) if some[0].path.relative_to(TESTS).parts[0] in ALIKE else values
-            pairs, triples = _covering(sampled, 2), _covering(values, 3)
-            yield from ((item, "slow" if item in triples else "soak") for item in some if item not in pairs)
+            taken = _covering(sampled)
+            yield from (item for item in some if item not in taken)
 
 
 def _sampled(values: Values) -> Values:
@@ -91,10 +90,9 @@ def _sampled(values: Values) -> Values:
     return values
 
 
-def _covering(values: Values, together: int) -> set[pytest.Item]:
-    """Always the case in which most values meet, so many together, that do in no earlier one; all cases if there are
-    fewer parameters."""
-    meeting = {item: set(combinations(sorted(own.items()), together)) for item, own in values.items()}
+def _covering(values: Values) -> set[pytest.Item]:
+    """Always the case in which most pairs of values meet that do in no earlier one; all cases of a single parameter."""
+    meeting = {item: set(combinations(sorted(own.items()), 2)) for item, own in values.items()}
     missing = set().union(*meeting.values())
     taken = set() if missing else set(values)
     while missing:

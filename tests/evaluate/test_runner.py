@@ -146,7 +146,7 @@ def test_hosts_that_are_not_there():
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.vllm
 def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: Path):
     with open_host("vllm", MODEL_DIR, dtype="float32", device="cpu", kv_gib=1.0) as served:

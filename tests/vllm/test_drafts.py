@@ -1,5 +1,6 @@
 """Draft models beside recoveries: answers are those without drafts, and what is drafted is as good as it was."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ DOCUMENT, QUESTION = words(300, 1), words(9, 2)
 PROMPT = [*words(40, 3), *DOCUMENT, *QUESTION]
 NUM_DRAFTED = 3  # in a step
 SELDOM = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("itself", "eagle3")]
+KINDS = ["another", "eagle", *SELDOM]
 Asked = dict[str, dict[str, Any]]  # by policy
 
 
@@ -48,17 +50,23 @@ def undrafted(target: Path) -> Asked:
     return run(target, None)
 
 
-@pytest.fixture(scope="module", params=["another", "eagle", *SELDOM])
-def drafted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+@cache
+def asked_with(kind: str, target: Path) -> Asked:
     """What it says with a draft model: itself, one of another shape, heads."""
-    directory = tmp_path_factory.mktemp("drafts") / "model"
-    if request.param == "itself":
+    directory = target.with_name(kind)
+    if kind == "itself":
         return run(target, {"method": "draft_model", "model": str(target)})
-    if request.param == "another":
+    if kind == "another":
         make_model(directory, "qwen3", max_position_embeddings=4096, num_hidden_layers=2, num_key_value_heads=1)
         return run(target, {"method": "draft_model", "model": str(directory)})
-    make = {"eagle": make_eagle, "eagle3": make_eagle3}[request.param]
-    return run(target, {"method": request.param, "model": str(make(directory, target))})
+    make = {"eagle": make_eagle, "eagle3": make_eagle3}[kind]
+    return run(target, {"method": kind, "model": str(make(directory, target))})
+
+
+@pytest.fixture(params=KINDS)
+def drafted(request: pytest.FixtureRequest, target: Path) -> Asked:
+    """What it says with each kind of drafts."""
+    return asked_with(request.param, target)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -68,7 +76,7 @@ def test_drafts_change_no_answer(drafted: Asked, undrafted: Asked, policy: str):
     assert (drafted[policy]["grafted"] > 250) == (policy != "off")
 
 
-@pytest.mark.parametrize("drafted", ["itself", "eagle"], indirect=True)
+@pytest.mark.parametrize("drafted", ["eagle", SELDOM[0]], indirect=True)
 @pytest.mark.parametrize("policy", ["everything", "every head", "naive", "spread", "by head"])
 def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: str):
     """Of a request that was loaded vLLM counts drafts in its first step, in which there are none."""
@@ -84,7 +92,7 @@ def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Aske
     np.testing.assert_allclose(drafted[policy]["draft"], drafted["off"]["draft"], atol=1e-4)
 
 
-@pytest.mark.parametrize("drafted", ["itself", "another", "eagle"], indirect=True)
+@pytest.mark.parametrize("drafted", KINDS[:3], indirect=True)
 def test_grafts_are_aligned_for_the_draft_model(drafted: Asked):
     """Keys and values of its first layer, which know nothing of what stands before, are what it would compute."""
     plain, grafted = (np.array(drafted[policy]["draft"])[:2] for policy in ("off", "naive"))

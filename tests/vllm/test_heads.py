@@ -104,7 +104,7 @@ def test_the_pool_holds_sinks_and_windows_only(conversation: tuple[list[Any], di
     assert held[:, [g for g in range(held.shape[1]) if g not in local]].min() == -(-740 // BLOCK)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Path, native: Engine):
     """1000 tokens take 32 blocks of 6 heads that keep everything and 7 of the 10 others, instead of 32 of 16."""
     sessions = [[(words(1000, seed), 40) for seed in range(10)]]
@@ -115,7 +115,7 @@ def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Pa
         assert tokens == expected(native, prompt, max_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Path, native: Engine):
     rounds = [[(words(200 + 10 * seed, seed), 200) for seed in range(6)]]
     said = run(model, settings_of(head_map, num_gpu_blocks_override=90, max_model_len=512), rounds)

@@ -81,7 +81,7 @@ def random_traffic(host: Host, plain: HostProcess, seed: int, num_requests: int)
     check(host, plain, traffic, num_requests)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_random_traffic(host: Host, plain: HostProcess, seed: int):
     random_traffic(host, plain, seed, num_requests=80)
 
@@ -93,7 +93,7 @@ def test_random_traffic_at_length(host: Host, plain: HostProcess, seed: int):
 
 
 @pytest.mark.parametrize(
-    "num_requests", [pytest.param(1000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+    "num_requests", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
 )
 def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_them(
     similar_host: Host, plain: HostProcess, num_requests: int

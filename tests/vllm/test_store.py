@@ -46,7 +46,7 @@ def run(
     engine = SMALL | {"tensor_parallel_size": ranks} | lora
     job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
     job["adapters"] = [path and str(path) for path in adapters]
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: the engine steps on after the last answer
     return warm.run(ENGINE, job, **ENVIRONMENT | cores | alone)
 

@@ -147,8 +147,6 @@ def serve(asking: socket.socket) -> list[str]:
         if not (pid := os.fork()):
             asking.close()
             _become(asked["environment"], files)
-            forking = multiprocessing.get_context("fork")
-            multiprocessing.get_context = lambda method=None: forking
             return list(asked["arguments"])
         for number in files:
             os.close(number)
@@ -167,6 +165,8 @@ def _become(environment: Mapping[str, str], files: Sequence[int]) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forking
 
 
 def main() -> None:

@@ -130,6 +130,7 @@ def test_the_command_trains_and_goes_on(tmp_path: Path):
     assert "holds a run of" in refused.stderr
 
 
+@pytest.mark.soak
 def test_export_is_a_hugging_face_directory(short: None, tmp_path: Path):
     train(Job(tmp_path, num_processes=1))
     export(tmp_path / "model-6.safetensors", make_config(), tmp_path / "model")
@@ -161,6 +162,7 @@ def test_chat_template():
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
 
 
+@pytest.mark.soak
 def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_three_of_four_steps(
     short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -183,6 +185,7 @@ def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_thr
     assert by_head.head_map("x").num_kept == 7
 
 
+@pytest.mark.soak
 def test_the_model_of_latent_attention_starts_near_the_bundled_one_and_learns(
     short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
