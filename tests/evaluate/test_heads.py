@@ -123,7 +123,7 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
         heads.generated_samples(engine, seed=0, count=1, length=512)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     out, plot = tmp_path / "heads.json", tmp_path / "heads.png"
     arguments = ["profile-heads", str(MODEL_DIR), "--samples", "4", "--length", "512", "--window", "64"]

@@ -53,6 +53,7 @@ def test_the_table_shows_every_request(report: ServingReport):
     assert text.getvalue().count(f"({report.rows[1].expected})") == 1
 
 
+@pytest.mark.soak
 def test_a_server_that_does_not_start_says_why():
     with pytest.raises(RuntimeError, match="nowhere"), serving("/nowhere/model"):
         pass

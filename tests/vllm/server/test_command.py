@@ -40,7 +40,7 @@ def run_command(*command: str) -> tuple[int, list[str]]:
     ("arguments", "message"),
     [
         (["--host", "10.0.0.1"], "loopback only, got host '10.0.0.1'"),
-        pytest.param(["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires", marks=pytest.mark.slow),
+        pytest.param(["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires", marks=pytest.mark.soak),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: list[str], message: str):

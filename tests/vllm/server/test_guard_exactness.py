@@ -87,6 +87,7 @@ def test_exact_prefixes_that_were_computed_to_score_are_what_plain_vllm_says(
                     assert_equal(answer, answered(plain, longer))
 
 
+@pytest.mark.soak
 def test_conversations_of_two_tenants_are_scored_turn_by_turn(guarded: RunningServer, plain: RunningServer, texts: Any):
     """Alice waits until her turn has been scored, and goes on with exact KV; Bob does not wait."""
     wiki = texts.document(300)
