@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+ALONE = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: it steps on after the last answer
+TWO_RANKS = ALONE | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each
 OFF = {"reuse": "off"}
 NAIVE = {"policy": "naive"}
 EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}  # recomputes every grafted token: the answer must be exact

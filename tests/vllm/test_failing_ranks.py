@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import warm
-from engines import ENVIRONMENT, words
+from engines import TWO_RANKS, words
 
 pytestmark = [
     pytest.mark.slow,
@@ -15,7 +15,6 @@ pytestmark = [
 ENGINE = Path(__file__).with_name("failing_engine.py")
 SECONDS = 25  # ten for the ranks to agree, nine for vLLM's executor to end those that wait, and what starts before
 DOCUMENT = words(300, 1)
-CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def run(model: Path, *where: str) -> list[dict[str, Any]]:
@@ -23,7 +22,7 @@ def run(model: Path, *where: str) -> list[dict[str, Any]]:
     prompts = [words(20 + number, 10 + number) + DOCUMENT + words(9, 30) for number in range(len(where))]
     job = {"model": str(model), "read": DOCUMENT, "engine": {"tensor_parallel_size": 2}}
     asked = job | {"prompts": [*prompts, prompts[0]], "where": [*where, ""]}
-    return list(warm.run(ENGINE, asked, **ENVIRONMENT | CORES))
+    return list(warm.run(ENGINE, asked, **TWO_RANKS))
 
 
 @pytest.mark.parametrize(

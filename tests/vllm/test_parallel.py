@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import warm
-from engines import ENVIRONMENT, EVERYTHING, OFF, words
+from engines import EVERYTHING, OFF, TWO_RANKS, words
 from processes import HostProcess
 
 pytestmark = [
@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each process"),
 ]
 ENGINE = Path(__file__).with_name("parallel_engine.py")
-CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 DOCUMENT = words(300, 1)
 PROMPT = [*words(40, 2), *DOCUMENT, *words(9, 3)]
 
@@ -25,7 +24,7 @@ def run(model: Path, log: Path, **engine: Any) -> Any:
     asks = [(DOCUMENT, OFF, 0), (PROMPT, EVERYTHING, 1), (PROMPT, EVERYTHING, 0)]
     job = {"model": str(model), "with_kvgraft": True, "engine": engine, "asks": asks}
     with log.open("w") as errors:
-        program = warm.start([str(ENGINE)], os.environ | ENVIRONMENT | CORES, errors)
+        program = warm.start([str(ENGINE)], os.environ | TWO_RANKS, errors)
         try:
             print(json.dumps(job), file=program.stdin)
             program.stdin.close()

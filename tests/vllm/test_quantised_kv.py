@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import warm
-from engines import BLOCK, ENVIRONMENT, EVERYTHING, OFF
+from engines import ALONE, BLOCK, ENVIRONMENT, EVERYTHING, OFF
 from msgspec.structs import replace
 from processes import HostProcess
 from quantised_engine import PROMPTS, bound
@@ -241,7 +241,7 @@ def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
     def run(cache_dtype: str, read: list[list[int]], prompts: list[list[int]], **settings: Any) -> Any:
         engine = {"num_gpu_blocks_override": 41, "max_model_len": 1024, "kv_cache_dtype": cache_dtype}
         job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
-        return warm.run(STORING, job, **ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+        return warm.run(STORING, job, **ALONE)
 
     store = {"store_dir": str(tmp_path / "store")}
     expected = run("fp8", [known], [moved, known])

