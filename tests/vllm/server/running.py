@@ -19,7 +19,13 @@ from kvgraft.evaluate.servers import reserved_port
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 900.0  # some twenty, unless the machine is busy
-SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # here an engine of another test may have set it otherwise, and the next one
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 Process = subprocess.Popen[bytes] | warm.Program
 
 
