@@ -85,13 +85,16 @@ def make_model(
     shape: Mapping[str, Any] = SHAPE,
     family: str = "qwen3",
     dtype: str = "float32",
+    device: str = "cpu",
 ) -> None:
-    """A model with random weights."""
+    """A model with random weights; `device`: where they are drawn."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
     rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
     config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
@@ -245,7 +248,7 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in report.configuration.items()))
     with tempfile.TemporaryDirectory() as name, Progress(console=Console(stderr=True), transient=True) as progress:
         folder = Path(name)
-        make_model(folder, layers, 2 * max(lengths), SHAPES[shape], dtype=dtype)
+        make_model(folder, layers, 2 * max(lengths), SHAPES[shape], dtype=dtype, device=device)
         pages = 5 * max(lengths) // 2 // 16
         engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, max_prefill_tokens=max(lengths))
         layouts = [*((reuse, False) for reuse in reuses), (INTERLEAVED_REUSE, True)]

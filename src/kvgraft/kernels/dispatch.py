@@ -20,7 +20,11 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
         "cpu": "kvgraft.kernels.reference.align",
         "triton": "kvgraft.kernels.triton.align",
     },
-    "attention_mass": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu")},
+    "attention_mass": {
+        "reference": "kvgraft.kernels.reference.attention",
+        "cpu": "kvgraft.kernels.cpu.attention",
+        "triton": "kvgraft.kernels.triton.mass",
+    },
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
     "generated": {"triton": "kvgraft.kernels.triton.generated"},
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
@@ -203,7 +207,7 @@ def attention_mass(
         keys: [T, Hkv, d] of positions 0..T-1; key j is visible to query i if j <= positions[i].
         scale: of the logits, usually d ** -0.5.
         reduction: sum | max over queries and heads.
-        implementation: reference | cpu; by default `cpu`, which serves CUDA as well.
+        implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
         float32 [T]; sums to n * Hq under `sum`.

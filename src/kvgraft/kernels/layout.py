@@ -147,12 +147,33 @@ class Context:
         return tokens, slots[tokens]
 
     @memoised
+    def holds_all(self, page_list: int) -> bool:
+        """Whether a list has given nothing back up to the last query."""
+        return self.kept(page_list)[0].numel() == self.seen
+
+    @memoised
     def stretch(self, page_list: int) -> slice | None:
         """Where the tokens that a list holds lie in the pool, if in one stretch and in order."""
         slots = self.kept(page_list)[1]
         first, last = int(slots[0]), int(slots[-1])
         together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
         return slice(first, last + 1) if together else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Queries at consecutive positions of one prompt.
+
+    Attributes:
+        context: the number of the prompt.
+        first, stop: its rows among the queries of all prompts.
+        seen: tokens up to the last of them.
+    """
+
+    context: int
+    first: int
+    stop: int
+    seen: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +251,26 @@ class AttentionLayout:
         return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
     @memoised
-    def query_tiles(self, size: int) -> Tensor:
-        """int32 [tiles, 3]: at most `size` queries of one context each, as (context, first row, rows)."""
-        tiles = [
-            (number, first, min(size, rows.stop - first))
-            for number, rows in enumerate(self.rows)
-            for first in range(rows.start, rows.stop, size)
-        ]
+    def long_runs(self, least: int) -> tuple[Run, ...]:
+        """Runs of at least so many queries."""
+        return tuple(
+            Run(number, rows.start + first, rows.start + stop, int(context.positions[stop - 1]) + 1)
+            for number, (context, rows) in enumerate(zip(self.contexts, self.rows, strict=True))
+            for first, stop in (context.runs if context.positions.numel() >= least else ())
+            if stop - first >= least
+        )
+
+    @memoised
+    def query_tiles(self, size: int, runs: tuple[Run, ...] = ()) -> Tensor:
+        """int32 [tiles, 4]: at most `size` queries of one context each, as (context, first row, rows, whether they are
+        of one of these runs)."""
+        tiles = []
+        for number, rows in enumerate(self.rows):
+            own = [run for run in runs if run.context == number]
+            edges = sorted({rows.start, rows.stop, *(edge for run in own for edge in (run.first, run.stop))})
+            for start, stop in pairwise(edges):
+                in_run = any(run.first <= start < run.stop for run in own)
+                tiles += [(number, first, min(size, stop - first), in_run) for first in range(start, stop, size)]
         return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
 
     @memoised

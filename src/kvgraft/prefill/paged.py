@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
+from kvgraft.kernels.memoised import memoised
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
@@ -116,10 +117,11 @@ class PagedPrefill(PrefillContext):
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
+    @memoised  # layers ask for the same tokens; what is found on the CPU, no device is waited for
     def _slots_of(self, where: Tensor) -> Tensor:
         """Of the tokens that are set in `where` bool [T]: int64 [lists, n]."""
         pairs = zip(self._slots, self.plan.prompts, strict=True)
-        return torch.cat([slots[:, : p.stop - p.start][:, where[p].to(slots.device)] for slots, p in pairs], dim=1)
+        return torch.cat([slots[:, where[p].nonzero()[:, 0].to(slots.device)] for slots, p in pairs], dim=1)
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

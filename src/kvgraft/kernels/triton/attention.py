@@ -1,7 +1,8 @@
 """SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps, no mask tensor.
 
 Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are joined by their
-log-sum-exp.
+log-sum-exp. Long runs of queries of heads that see everything go to PyTorch's flash attention, on a copy of their keys
+and values: to make it takes little beside what it is for.
 """
 
 from functools import lru_cache
@@ -10,18 +11,64 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
-from kvgraft.kernels.triton.tiles import parts_of, tile_of
+from kvgraft.kernels.layout import AttentionLayout, HeadSet, LayerHeads, Run
+from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
 
-SPLIT_TOKENS = 2048  # tokens that one program reads, at least
-MAX_SPLITS = 64
+FLASH_RUN = 1024  # queries
+JOINED_ROWS = 16  # that one program joins
+MANY_ROWS, MOST_DIM = 2048, 128  # queries and heads from which, in half precision, programs take as many as follows
+LARGE = {"TILE_ROWS": 128, "TILE_TOKENS": 64, "num_warps": 8, "num_stages": 3}
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def segpaged_attention(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
+    runs = () if query.dtype is torch.float32 else _flash_runs(heads, layout)
+    everything = bool(runs) and sum(run.stop - run.first for run in runs) == len(query)
+    if everything and not heads.windowed:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    else:
+        output = _paged(query, keys, values, heads, layout, scale, runs)
+    queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
+    for run in runs:
+        rows = slice(run.first, run.stop)
+        for head_set in heads.whole:
+            asking = queries[rows, head_set.heads]
+            outputs[rows, head_set.heads] = _flash(asking, keys, values, head_set, run, layout, scale)
+    return output
+
+
+def _flash_runs(heads: LayerHeads, layout: AttentionLayout) -> tuple[Run, ...]:
+    """Those that go to flash attention: their lists hold all that they see."""
+    runs = layout.long_runs(FLASH_RUN)
+    lists = {head_set.page_list for head_set in heads.whole}
+    contexts = {run.context for run in runs}
+    return runs if lists and all(layout.contexts[c].holds_all(each) for c in contexts for each in lists) else ()
+
+
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, heads: HeadSet, run: Run, layout: AttentionLayout, scale: float
+) -> Tensor:
+    """query [n, h, G, d] -> the same shape."""
+    slots = layout.contexts[run.context].slots[heads.page_list, : run.seen]
+    own_keys, own_values = (pool[heads.streams].index_select(1, slots)[None] for pool in (keys, values))
+    attended = scaled_dot_product_attention(
+        query.flatten(1, 2).transpose(0, 1)[None], own_keys, own_values,
+        attn_mask=causal_lower_right(len(query), run.seen), scale=scale, enable_gqa=True,
+    )  # fmt: skip
+    return attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+
+
+def _paged(
+    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float,
+    runs: tuple[Run, ...],
+) -> Tensor:  # fmt: skip
+    """Of all queries but those of these runs for heads that see everything."""
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
     tile, size = tile_of(dim), num_heads // len(heads.streams)
@@ -32,20 +79,27 @@ def segpaged_attention(
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
         size //= parts
     most = max(rows.stop - rows.start for rows in layout.rows) * size
-    tile_rows = min(tile, triton.next_power_of_2(max(16, most)))
-    tiles, slots = layout.query_tiles(max(1, tile_rows // size)), layout.stacked_slots
-    splits = max(1, min(MAX_SPLITS, slots.shape[2] // SPLIT_TOKENS))
-    output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
+    taken = {"TILE_ROWS": min(tile, triton.next_power_of_2(max(16, most))), "TILE_TOKENS": tile}
+    if most >= MANY_ROWS and dim <= MOST_DIM and query.element_size() == 2:
+        taken = LARGE
+    tiles, slots = layout.query_tiles(max(1, taken["TILE_ROWS"] // size), runs), layout.stacked_slots
+    splits = splits_of(query.device, len(tiles) * len(heads.streams), slots.shape[2])
+    dtype = query.dtype if splits == 1 else torch.float32
+    output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=dtype, device=query.device)
     weight = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
-    _segpaged[tiles.shape[0], len(heads.streams), splits](
+    _segpaged[len(tiles), len(heads.streams), splits](
         query, keys, values, output, weight, tiles, layout.query_positions, slots, _places(heads, query.device),
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile, DIM=dim,
+        SIZE=size, DIM=dim, **taken,
     )  # fmt: skip
-    joined = output[0] if splits == 1 else (output * weight.softmax(0)[..., None]).sum(0)
-    return joined.to(query.dtype)
+    if splits == 1:
+        return output[0]
+    joined = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype, device=query.device)
+    rows = num_rows * num_heads
+    _join[(triton.cdiv(rows, JOINED_ROWS),)](output, weight, joined, splits, rows, head_dim, ROWS=JOINED_ROWS, DIM=dim)
+    return joined
 
 
 @lru_cache(maxsize=1024)
@@ -55,6 +109,37 @@ def _places(heads: LayerHeads, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys, values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed, scale,
+    WIDE: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """A tile of tokens more: `best`, `mass` and `attended` with those that are `seen`; values that are `needed`."""
+    dim = tl.arange(0, DIM)
+    k = tl.load(keys + slot[:, None] * key_slot + dim[None], mask=kept[:, None] & inner[None], other=0.0)
+    k = k.to(tl.float32) if WIDE else k
+    logits = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    v = tl.load(values + slot[:, None] * value_slot + dim[None], mask=needed[:, None] & inner[None], other=0.0)
+    v = v.to(tl.float32) if WIDE else v
+    greatest = tl.maximum(best, tl.max(logits, 1))
+    safe = tl.where(greatest == float("-inf"), 0.0, greatest)
+    shrink, weights = tl.exp2(best - safe), tl.exp2(logits - safe[:, None])
+    mass = mass * shrink + tl.sum(weights, 1)
+    attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return greatest, mass, attended
+
+
+@triton.jit
+def _seen(positions, first, count, is_local, sinks, window, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens, and how many of
+    these, in whole tiles, all queries see."""
+    earliest, stop = tl.load(positions + first), tl.load(positions + first + count - 1) + 1
+    begin = tl.where(is_local, tl.maximum(earliest - window + 1, sinks), 0)
+    leading = tl.where(is_local, tl.minimum(sinks, stop), 0)  # what lies between them and `begin` is not read
+    common = tl.where(is_local, 0, (earliest + 1) // TILE * TILE)
+    return begin, leading, leading + tl.maximum(stop - begin, 0), common
+
+
+@triton.jit(do_not_specialize=["sinks", "window", "num_rows", "num_tokens"])
 def _segpaged(  # type: ignore[no-untyped-def]
     query, keys, values, output, weight, tiles, positions, slots, places,
     scale, sinks, window, query_row, query_head, key_stream, key_slot, value_stream, value_slot,
@@ -63,55 +148,80 @@ def _segpaged(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens it keeps."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(tiles + tile * 3).to(tl.int64)
-    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    page_list = tl.load(places + head)
-    stream = tl.load(places + num_kv_heads + head).to(tl.int64)
     is_local = tl.load(places + 2 * num_kv_heads + head) != 0
+    if not is_local and tl.load(tiles + tile * 4 + 3) != 0:
+        return
+    context = tl.load(tiles + tile * 4).to(tl.int64)
+    first, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
+    page_list, stream = tl.load(places + head), tl.load(places + num_kv_heads + head).to(tl.int64)
     own_slots = slots + (context * num_lists + page_list) * num_tokens
+    own_keys, own_values = keys + stream * key_stream, values + stream * value_stream
 
     row, dim = tl.arange(0, TILE_ROWS), tl.arange(0, DIM)
-    row_mask = (row // SIZE) < count
+    row_mask, inner = (row // SIZE) < count, dim < head_dim
+    inside = row_mask[:, None] & inner[None]
     place = first + row // SIZE  # of the query among all rows
     at = tl.load(positions + place, mask=row_mask, other=-1)
     query_at = place.to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[:, None] * query_head + dim[None]
-    q = tl.load(query + query_at, mask=row_mask[:, None] & (dim < head_dim)[None], other=0.0)
+    q = tl.load(query + query_at, mask=inside, other=0.0)
     q = q.to(tl.float32) if WIDE else q
 
-    stop = tl.load(positions + first + count - 1) + 1
-    begin = tl.where(is_local, tl.maximum(tl.load(positions + first) - window + 1, sinks), 0)
-    leading = tl.where(is_local, tl.minimum(sinks, stop), 0)  # sinks; what lies between them and `begin` is not read
-    total = leading + tl.maximum(stop - begin, 0)
+    begin, leading, total, common = _seen(positions, first, count, is_local, sinks, window, TILE_TOKENS)
     share = tl.cdiv(tl.cdiv(total, tl.num_programs(2)), TILE_TOKENS) * TILE_TOKENS
-
+    start, end = split * share, tl.minimum((split + 1) * share, total)
+    common = tl.maximum(start, tl.minimum(end, common))
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
     attended = tl.zeros([TILE_ROWS, DIM], tl.float32)
-    for start in range(split * share, tl.minimum((split + 1) * share, total), TILE_TOKENS):
-        number = start + tl.arange(0, TILE_TOKENS)
-        token = tl.where(number < leading, number, begin + number - leading)
-        slot = tl.load(own_slots + token, mask=number < total, other=-1).to(tl.int64)
+    for number in range(start, common, TILE_TOKENS):
+        slot = tl.load(own_slots + number + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         kept = slot >= 0
-        inside = kept[:, None] & (dim < head_dim)[None]
-        k = tl.load(keys + stream * key_stream + slot[:, None] * key_slot + dim[None], mask=inside, other=0.0)
-        k = k.to(tl.float32) if WIDE else k
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        best, mass, attended = _attend(
+            q, own_keys, own_values, slot, kept, kept[None], best, mass, attended, key_slot, value_slot, inner, kept,
+            scale * LOG2E, WIDE, DIM,
+        )  # fmt: skip
+    for number in range(common, end, TILE_TOKENS):
+        token = number + tl.arange(0, TILE_TOKENS)
+        there = token < total
+        token = tl.where(token < leading, token, begin + token - leading)
+        slot = tl.load(own_slots + token, mask=there, other=-1).to(tl.int64)
+        kept = slot >= 0
         seen = kept[None] & (token[None] <= at[:, None])
         seen = seen & ((not is_local) | (token[None] < sinks) | (token[None] > at[:, None] - window))
-        logits = tl.where(seen, logits, float("-inf"))
-        inside = inside & (tl.max(seen.to(tl.int32), 0) > 0)[:, None]  # weights of 0 do not heal what nobody wrote
-        v = tl.load(values + stream * value_stream + slot[:, None] * value_slot + dim[None], mask=inside, other=0.0)
-        v = v.to(tl.float32) if WIDE else v
-        greatest = tl.maximum(best, tl.max(logits, 1))
-        safe = tl.where(greatest == float("-inf"), 0.0, greatest)
-        shrink, weights = tl.exp(best - safe), tl.exp(logits - safe[:, None])
-        mass = mass * shrink + tl.sum(weights, 1)
-        attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = greatest
+        needed = kept & (tl.max(seen.to(tl.int32), 0) > 0)  # weights of 0 do not heal what nobody wrote
+        best, mass, attended = _attend(
+            q, own_keys, own_values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed,
+            scale * LOG2E, WIDE, DIM,
+        )  # fmt: skip
 
     some = mass > 0
     attended = attended / tl.where(some, mass, 1.0)[:, None]
-    total_weight = tl.where(some, best + tl.log(tl.where(some, mass, 1.0)), float("-inf"))
+    total_weight = tl.where(some, best + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
     out = (split.to(tl.int64) * num_rows + place) * num_heads + head * SIZE + row % SIZE
     tl.store(weight + out, total_weight, mask=row_mask)
-    tl.store(output + out[:, None] * head_dim + dim[None], attended, mask=row_mask[:, None] & (dim < head_dim)[None])
+    tl.store(output + out[:, None] * head_dim + dim[None], attended.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits", "num_rows"])
+def _join(  # type: ignore[no-untyped-def]
+    parts, weight, joined, splits, num_rows, head_dim, ROWS: tl.constexpr, DIM: tl.constexpr
+):
+    """One program: some rows, from what each split has of them; weights are logarithms to base 2."""
+    row, dim = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    row_mask = row < num_rows
+    inside = row_mask[:, None] & (dim < head_dim)[None]
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    for split in range(splits):
+        at = split * num_rows + row
+        own = tl.load(weight + at, mask=row_mask, other=float("-inf"))
+        part = tl.load(parts + at[:, None] * head_dim + dim[None], mask=inside, other=0.0)
+        greatest = tl.maximum(best, own)
+        safe = tl.where(greatest == float("-inf"), 0.0, greatest)
+        shrink, grow = tl.exp2(best - safe), tl.exp2(own - safe)
+        total = total * shrink[:, None] + part * grow[:, None]
+        mass = mass * shrink + grow
+        best = greatest
+    total = total / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(joined + row[:, None] * head_dim + dim[None], total.to(joined.dtype.element_ty), mask=inside)

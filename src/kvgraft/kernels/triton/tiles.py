@@ -1,7 +1,13 @@
-"""What a program of an attention kernel takes at a time."""
+"""What a program of an attention kernel takes at a time, and how many share the tokens of one sequence."""
+
+import torch
+
+from kvgraft.kernels.workload import programs_of
 
 MOST = 64  # tokens, and rows of queries
 ENTRIES = 8192  # of a tile of more than 16: shared memory holds several
+LEAST_SPLIT = 256  # tokens that one program reads, at least
+MOST_SPLITS = 64
 
 
 def tile_of(dim: int) -> int:
@@ -12,3 +18,8 @@ def tile_of(dim: int) -> int:
 def parts_of(group: int, rows: int) -> int:
     """How many equal parts of at most `rows` the query heads of a KV head are cut into."""
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= rows)
+
+
+def splits_of(device: torch.device, programs: int, num_tokens: int) -> int:
+    """Into how many parts tokens are cut, so that there are programs enough for a device."""
+    return max(1, min(MOST_SPLITS, programs_of(device) // programs, num_tokens // LEAST_SPLIT))

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.memoised import memoised
 from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.plan import Plan
@@ -155,7 +156,14 @@ class Neighbours:
 
     def between(self, changes: Tensor) -> Tensor:
         """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
-        around = changes[self._around.to(changes.device)]  # [c, w, Hkv, d]
-        changes = torch.einsum("cw,cwhd->chd", self._averaged.to(changes), around)
-        before, behind = changes[self._sides.to(changes.device)]
-        return torch.lerp(before, behind, self._weight.to(changes)[:, None, None])
+        around, averaged, sides, weight = self._beside(changes.device, changes.dtype)
+        changes = torch.einsum("cw,cwhd->chd", averaged, changes[around])
+        before, behind = changes[sides]
+        return torch.lerp(before, behind, weight[:, None, None])
+
+    @memoised
+    def _beside(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What all layers need, where they need it."""
+        rows, weights = (self._around, self._sides), (self._averaged, self._weight)
+        (around, sides), (averaged, weight) = (x.to(device) for x in rows), (x.to(device, dtype) for x in weights)
+        return around, averaged, sides, weight

@@ -1,0 +1,107 @@
+"""Sparse-Q scores in Triton: twice through the keys, for the sums of weights, then for shares; no matrix of them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvgraft.kernels.triton.tiles import splits_of, tile_of
+
+
+def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
+    """See `kvgraft.kernels.dispatch.attention_mass`."""
+    if query.dtype is not keys.dtype:
+        query, keys = query.float(), keys.float()
+    (num_queries, num_heads, head_dim), (num_tokens, num_kv_heads) = query.shape, keys.shape[:2]
+    size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    tile = tile_of(dim)
+    tiles = triton.cdiv(num_queries * size, tile)
+    splits = splits_of(query.device, tiles * num_kv_heads, num_tokens)
+    weight = torch.empty(splits, num_queries, num_heads, dtype=torch.float32, device=query.device)
+    given = (*query.stride()[:2], *keys.stride()[:2], num_queries * size, num_tokens, num_heads, head_dim)
+    constants = {
+        "WIDE": triton.knobs.runtime.interpret, "SIZE": size, "TILE_ROWS": tile, "TILE_TOKENS": tile, "DIM": dim
+    }  # fmt: skip
+    _weigh[tiles, num_kv_heads, splits](query, keys, positions, weight, scale, *given, **constants)
+    total = weight.logsumexp(0) if splits > 1 else weight[0]
+    mass = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=query.device)
+    _receive[triton.cdiv(num_tokens, tile), num_kv_heads](
+        query, keys, positions, total, mass, scale, *given, SUM=reduction == "sum", **constants
+    )
+    return mass.sum(0) if reduction == "sum" else mass.amax(0)
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    query, positions, row, head, query_row, query_head, num_rows, head_dim,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """Queries of a KV head's query heads, row by row, and their positions: -1 where there is none."""
+    dim, inside = tl.arange(0, DIM), row < num_rows
+    at = tl.load(positions + row // SIZE, mask=inside, other=-1).to(tl.int32)
+    where = (row // SIZE).to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[:, None] * query_head
+    q = tl.load(query + where + dim[None], mask=inside[:, None] & (dim < head_dim)[None], other=0.0)
+    return q.to(tl.float32) if WIDE else q, at
+
+
+@triton.jit
+def _tokens(  # type: ignore[no-untyped-def]
+    keys, token, head, key_token, key_head, num_tokens, head_dim, WIDE: tl.constexpr, DIM: tl.constexpr
+):
+    """Keys of a KV head."""
+    dim = tl.arange(0, DIM)
+    where = token.to(tl.int64)[:, None] * key_token + head.to(tl.int64) * key_head + dim[None]
+    k = tl.load(keys + where, mask=(token < num_tokens)[:, None] & (dim < head_dim)[None], other=0.0)
+    return k.to(tl.float32) if WIDE else k
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _weigh(  # type: ignore[no-untyped-def]
+    query, keys, positions, weight, scale, query_row, query_head, key_token, key_head,
+    num_rows, num_tokens, num_heads, head_dim,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One program: the log-sum-exp of a part of the logits of some queries, for the query heads of one KV head."""
+    head, split = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    q, at = _rows(query, positions, row, head, query_row, query_head, num_rows, head_dim, WIDE, SIZE, DIM)
+    stop = tl.max(at, 0) + 1
+    share = tl.cdiv(tl.cdiv(stop, tl.num_programs(2)), TILE_TOKENS) * TILE_TOKENS
+    best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE_ROWS], tl.float32)
+    for start in range(split * share, tl.minimum((split + 1) * share, stop), TILE_TOKENS):
+        token = start + tl.arange(0, TILE_TOKENS)
+        k = _tokens(keys, token, head, key_token, key_head, num_tokens, head_dim, WIDE, DIM)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = tl.where(token[None] <= at[:, None], logits, float("-inf"))
+        greatest = tl.maximum(best, tl.max(logits, 1))
+        safe = tl.where(greatest == float("-inf"), 0.0, greatest)
+        mass = mass * tl.exp(best - safe) + tl.sum(tl.exp(logits - safe[:, None]), 1)
+        best = greatest
+    some = mass > 0
+    total = tl.where(some, best + tl.log(tl.where(some, mass, 1.0)), float("-inf"))
+    out = (split.to(tl.int64) * (num_rows // SIZE) + row // SIZE) * num_heads + head * SIZE + row % SIZE
+    tl.store(weight + out, total, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _receive(  # type: ignore[no-untyped-def]
+    query, keys, positions, weight, mass, scale, query_row, query_head, key_token, key_head,
+    num_rows, num_tokens, num_heads, head_dim, SUM: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One program: what some keys of one KV head receive of all queries, as a sum or at most."""
+    head = tl.program_id(1)
+    first = tl.program_id(0) * TILE_TOKENS
+    token = first + tl.arange(0, TILE_TOKENS)
+    k = _tokens(keys, token, head, key_token, key_head, num_tokens, head_dim, WIDE, DIM)
+    received = tl.zeros([TILE_TOKENS], tl.float32)
+    for start in range(0, num_rows, TILE_ROWS):
+        row = start + tl.arange(0, TILE_ROWS)
+        q, at = _rows(query, positions, row, head, query_row, query_head, num_rows, head_dim, WIDE, SIZE, DIM)
+        if tl.max(at, 0) >= first:
+            total = tl.load(weight + (row // SIZE) * num_heads + head * SIZE + row % SIZE, mask=row < num_rows, other=0)
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            share = tl.where(token[None] <= at[:, None], tl.exp(logits - total[:, None]), 0.0)
+            received = received + tl.sum(share, 0) if SUM else tl.maximum(received, tl.max(share, 0))
+    tl.store(mass + head * num_tokens + token, received, mask=token < num_tokens)
