@@ -109,7 +109,14 @@ def main(
 
 
 def make_traffic(
-    model: Path, requests: int, warm_up: int, rate: float, documents: int, on_topic: float, seed: int
+    model: Path,
+    requests: int,
+    warm_up: int,
+    rate: float,
+    documents: int,
+    on_topic: float,
+    seed: int,
+    per_prompt: int = PER_PROMPT,
 ) -> Traffic:
     """Prompts of documents that are asked for as Zipf has it, most of them of one topic, in any order."""
     rng = Random(f"fleet {seed}")
@@ -120,7 +127,7 @@ def make_traffic(
     for _ in range(warm_up + requests):
         topic = rng.choices(range(documents), weights)[0] % TOPICS
         chosen: list[int] = []
-        while len(chosen) < PER_PROMPT:
+        while len(chosen) < per_prompt:
             [drawn] = rng.choices(range(documents), weights)
             if rng.random() < on_topic:
                 drawn = min(drawn - drawn % TOPICS + topic, documents - 1)
@@ -205,8 +212,8 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
     )
 
 
-def routing_times(found: Sequence[Any], part: str) -> tuple[float, float] | None:
-    """Mean and P99 of a histogram in milliseconds; None if there was nothing."""
+def routing_times(found: Sequence[Any], part: str, share: float = 0.99) -> tuple[float, float] | None:
+    """Mean and P99 (or this share) of a histogram in milliseconds; None if there was nothing."""
     name = "kvgraft:fleet_routing_seconds"
     mine = [sample for sample in found if sample.name.startswith(name) and sample.labels.get("part") == part]
     [count, total] = [sum(s.value for s in mine if s.name == f"{name}_{kind}") for kind in ("count", "sum")]
@@ -216,10 +223,9 @@ def routing_times(found: Sequence[Any], part: str) -> tuple[float, float] | None
     for sample in mine:
         if sample.name == f"{name}_bucket":
             high = float(sample.labels["le"])
-            if sample.value >= 0.99 * count:
-                return 1000 * total / count, 1000 * (
-                    low + (high - low) * (0.99 * count - below) / (sample.value - below)
-                )
+            if sample.value >= share * count:
+                within = (share * count - below) / (sample.value - below)
+                return 1000 * total / count, 1000 * (low + (high - low) * within)
             low, below = high, sample.value
     return None
 

@@ -25,6 +25,7 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 os.execv(sys.argv[1], sys.argv[1:])
 """
+KVGRAFT = ("-m", "kvgraft")  # what Python runs
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -62,18 +63,20 @@ def running(
     log: Path | None = None,
     *,
     command: str = "serve",
+    program: Sequence[str] = KVGRAFT,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Server]:
     """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it answers /health.
 
     Args:
         environment: what vLLM reads, on top of ours.
+        program: what Python runs instead, for measurements.
 
     Raises:
         RuntimeError: it ended or was not up in time; the message holds the end of its log.
     """
     with reserved_port() as port:
-        whole = [sys.executable, "-m", "kvgraft", command, *arguments, "--host", HOST, "--port", str(port)]
+        whole = [sys.executable, *program, command, *arguments, "--host", HOST, "--port", str(port)]
         with _process(whole, environment, log) as process:
             server = Server(f"http://{HOST}:{port}", process, log)
             _wait_until_healthy(server, start_timeout_s)

@@ -16,6 +16,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from kvgraft.evaluate.servers import KVGRAFT
 from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
@@ -96,6 +97,14 @@ def build(args: Mapping[str, Any]) -> Application:
 def application(options: FleetOptions) -> Application:
     """As `build`; the servers' flags are checked here, before any of them starts."""
     served = _served(options)
+    names = served.served_model_name or [served.model]
+    return assemble(options, Keys.of(served), names, Alike.here(must_be_alike(options)))
+
+
+def assemble(
+    options: FleetOptions, keys: Keys, names: Sequence[str], alike: Alike, program: Sequence[str] = KVGRAFT
+) -> Application:
+    """As `application`, of what was checked. Servers run `program` (see `running`)."""
     routing: dict[str, Any] = {
         "request_router_class": SegmentRouter,
         "request_router_kwargs": {"imbalance": options.imbalance, "routing": options.routing},
@@ -119,9 +128,8 @@ def application(options: FleetOptions) -> Application:
         logging_config=QUIET,
         graceful_shutdown_timeout_s=options.drain_s,
     )
-    names = served.served_model_name or [served.model]
-    servers = replica.bind(options.command, _environment(options), Alike.here(must_be_alike(options)))
-    return ingress.bind(servers, Keys.of(served), names, secrets.token_bytes(32))
+    servers = replica.bind(options.command, _environment(options), alike, program)
+    return ingress.bind(servers, keys, names, secrets.token_bytes(32))
 
 
 def must_be_alike(options: FleetOptions) -> list[str]:
@@ -145,13 +153,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"there is no model {model}")
     _check_exposure(options, args.host)
     app = application(options)
-    if args.address is None:
-        _close_ray()
-        ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
-    else:
-        ray.init(address=args.address, namespace=NAME)
-    http = HTTPOptions(host=args.host, port=args.port, location=ProxyLocation.HeadOnly)
-    serve.start(http_options=http, logging_config=QUIET)
+    start_ray(options, args.host, args.port, args.address)
     stopped = threading.Event()
     if args.address is None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -166,6 +168,17 @@ def run(arguments: Sequence[str]) -> None:
         serve.delete(NAME)  # which lets what is in flight end
         serve.shutdown()
         ray.shutdown()
+
+
+def start_ray(options: FleetOptions, host: str, port: int, address: str | None = None) -> None:
+    """A Ray of our own, or the one at this address, and its Serve, which will listen there."""
+    if address is None:
+        _close_ray()
+        ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
+    else:
+        ray.init(address=address, namespace=NAME)
+    http = HTTPOptions(host=host, port=port, location=ProxyLocation.HeadOnly)
+    serve.start(http_options=http, logging_config=QUIET)
 
 
 def _close_ray() -> None:

@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.05, 0.25)
+_MS = (0.1, 0.25, 0.375, 0.5, 0.625, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7.5, 10, 25, 50, 250)
+SECONDS = tuple(ms / 1000 for ms in _MS)
 
 
 class Figures:

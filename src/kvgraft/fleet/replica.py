@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
 
-from kvgraft.evaluate.servers import running
+from kvgraft.evaluate.servers import KVGRAFT, running
 from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.changes import CHANGE_S, RESET, Changes, Told, removes
@@ -53,16 +53,24 @@ class Replica:
     Args:
         environment: that the server gets beside ours.
         alike: what this machine must have as those have who take requests.
+        program: see `running`.
 
     Raises:
         ValueError: it has not.
         RuntimeError: it did not start.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], alike: Alike) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        alike: Alike,
+        program: Sequence[str] = KVGRAFT,
+    ) -> None:
         alike.check()
         self._open = ExitStack()
-        self._server = self._open.enter_context(running([*arguments, *QUIET], environment, start_timeout_s=START_S))
+        server = running([*arguments, *QUIET], environment, program=program, start_timeout_s=START_S)
+        self._server = self._open.enter_context(server)
         self._name = get_replica_context().replica_id.unique_id
         self._is_closing = threading.Event()
         threading.Thread(target=self._end_with_server, name="kvgraft-server", daemon=True).start()
