@@ -1,4 +1,4 @@
-"""Generated kernels against batched torch, in Triton's interpreter."""
+"""Generated kernels against batched torch, on a device or in Triton's interpreter."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import CLOSE, DEVICE
 from every_flow import EVERY_FLOW
 from kvgraft.decode import ops
 from kvgraft.decode.batch import Batch
@@ -29,22 +30,23 @@ class Pool:
         random = torch.Generator().manual_seed(1)
         num_rows, size = sum(LENGTHS) + len(LENGTHS) + 2, program.block_size
         self.program = program
-        self.query = torch.randn(len(LENGTHS), group, head_dim, generator=random)
-        self.keys, self.values = torch.randn(2, num_rows, size, head_dim, generator=random)
+        self.query = torch.randn(len(LENGTHS), group, head_dim, generator=random).to(DEVICE)
+        self.keys, self.values = torch.randn(2, num_rows, size, head_dim, generator=random).to(DEVICE)
         free = iter(torch.randperm(num_rows, generator=random).tolist())
         self.full = [[next(free) for _ in range(length)] for length in LENGTHS]
         poison = num_rows - 1
         rows = [[*own, next(free)] for own in self.full]
         width = max(map(len, rows))
-        table = torch.tensor([[*own, *[poison] * (width - len(own))] for own in rows])
+        table = torch.tensor([[*own, *[poison] * (width - len(own))] for own in rows], device=DEVICE)
         self.batch = Batch(table, torch.tensor([length * size + 1 for length in LENGTHS]), size)
 
     def run(self, implementation: str) -> tuple[dict[str, Tensor], list[set[int]]]:
         """The caches after two steps, and what the last has chosen."""
         rows = [*chain(*self.full)]
-        caches = {name: torch.full((len(self.keys), *shape), 9.0) for name, shape in self.program.caches.items()}
+        shapes = {name: (len(self.keys), *shape) for name, shape in self.program.caches.items()}
+        caches = {name: torch.full(shape, 9.0, device=DEVICE) for name, shape in shapes.items()}
         pool = {"k": self.keys, "v": self.values, **caches}
-        fill(self.program, pool, torch.tensor(rows), implementation=implementation)
+        fill(self.program, pool, torch.tensor(rows, device=DEVICE), implementation=implementation)
         for query in (self.query.flip(2), self.query):
             found = select(self.program, plan(self.program), query, pool, self.batch, implementation=implementation)
         return caches, [set(own[own >= 0].tolist()) for own in found]
@@ -55,7 +57,7 @@ def check(flow: Flow, geometry: tuple[int, int, int]) -> None:
     pool = Pool(trace(flow, block, head_dim, group), head_dim, group)
     (caches, chosen), (expected, best) = pool.run("triton"), pool.run("cpu")
     for name, cache in caches.items():
-        torch.testing.assert_close(cache, expected[name])
+        torch.testing.assert_close(cache, expected[name], **CLOSE)
     assert chosen == best
 
 

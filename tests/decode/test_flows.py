@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import CLOSE, DEVICE
 from every_flow import CHANNELS
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
@@ -23,13 +24,15 @@ class Request:
 
     def __init__(self, flow: Flow, num_blocks: int, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
-        self.keys, self.values = torch.randn(2, num_blocks, BLOCK, DIM, generator=random)
+        self.keys, self.values = torch.randn(2, num_blocks, BLOCK, DIM, generator=random).to(DEVICE)
         self.program = trace(flow, BLOCK, DIM, GROUP)
-        self.caches = {name: torch.full((num_blocks, *shape), 9.0) for name, shape in self.program.caches.items()}
+        shapes = {name: (num_blocks, *shape) for name, shape in self.program.caches.items()}
+        self.caches = {name: torch.full(shape, 9.0, device=DEVICE) for name, shape in shapes.items()}
         self.filled = num_blocks - 1
         self.pool = {"k": self.keys, "v": self.values, **self.caches}
-        fill(self.program, self.pool, torch.arange(self.filled))
-        self.batch = Batch(torch.arange(num_blocks)[None], torch.tensor([self.filled * BLOCK + 1]), BLOCK)
+        rows = torch.arange(num_blocks, device=DEVICE)
+        fill(self.program, self.pool, rows[: self.filled])
+        self.batch = Batch(rows[None], torch.tensor([self.filled * BLOCK + 1]), BLOCK)
 
     def step(self, query: Tensor) -> set[int]:
         """Blocks chosen for queries [g, d]."""
@@ -59,7 +62,7 @@ def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["block_topk", "quest", "h2o", "double_sparse", "nsa_block_topk"])
 def test_a_flow_chooses_the_best_blocks(name: str):
     request = Request(FLOWS[name](topk_blocks=3), 12)
-    query = torch.randn(GROUP, DIM)
+    query = torch.randn(GROUP, DIM).to(DEVICE)
     assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
 
 
@@ -72,7 +75,7 @@ def test_a_flow_is_short(name: str, most: int):
 def test_masked_channels_have_no_say():
     for name, like in (("channel_topk", "block_topk"), ("channel_quest", "quest")):
         request = Request(find(f"{CHANNELS}:{name}:topk_blocks=3,groups=4,masked=0+3"), 12)
-        query = torch.randn(GROUP, DIM)
+        query = torch.randn(GROUP, DIM).to(DEVICE)
         without = query.clone()
         without[:, [0, 1, 6, 7]] = 0
         assert request.step(query) == request.best(scores(like, request.keys[: request.filled], without), 3)
@@ -120,14 +123,14 @@ def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
 
 
 def test_h2o_adds_up_over_steps():
-    request, total = Request(FLOWS["h2o"](topk_blocks=2), 10), torch.zeros(9)
-    for query in torch.randn(4, GROUP, DIM):
+    request, total = Request(FLOWS["h2o"](topk_blocks=2), 10), torch.zeros(9, device=DEVICE)
+    for query in torch.randn(4, GROUP, DIM).to(DEVICE):
         total += scores("h2o", request.keys[:9], query)
         assert request.step(query) == request.best(total, 2)
-        torch.testing.assert_close(request.caches["acc"][:9, 0], total)
+        torch.testing.assert_close(request.caches["acc"][:9, 0], total, **CLOSE)
 
 
 def test_streaming_has_the_last_blocks():
     request: Any = Request(FLOWS["streaming"](topk_blocks=4), 12)
-    assert request.step(torch.randn(GROUP, DIM)) == {7, 8, 9, 10}
-    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(torch.randn(GROUP, DIM)) == {0, 1, 2, 3}
+    assert request.step(torch.randn(GROUP, DIM).to(DEVICE)) == {7, 8, 9, 10}
+    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(torch.randn(GROUP, DIM).to(DEVICE)) == {0, 1, 2, 3}

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from devices import CLOSE, DEVICE
 from kvgraft.decode import ops
 from kvgraft.decode.batch import Batch, tables
 from kvgraft.decode.executor import select
@@ -77,7 +78,7 @@ CASES: dict[str, Case] = {
     "Transpose": (lambda x, y, q: ops.Transpose(x), lambda x, y, q: x.transpose(2, 3)),
     "MaskSlice": (
         lambda x, y, q: ops.MaskSlice(x, 2, 5, dim=3),
-        lambda x, y, q: x * torch.tensor([0.0, 0, 1, 1, 1, 0]),
+        lambda x, y, q: x * x.new_tensor([0.0, 0, 1, 1, 1, 0]),
     ),
     "MaskSlice of blocks": (
         lambda x, y, q: ops.MaskSlice(x, 1, -1, fill=-3.0),
@@ -129,9 +130,9 @@ class Sequences:
         random = torch.Generator().manual_seed(seed)
         count = sum(lengths)
         self.lengths = torch.tensor(lengths)
-        self.x, self.y = torch.randn(2, count + 3, 4, 6, generator=random)
-        self.scores = torch.randn(count + 3, 1, generator=random)
-        self.query = torch.randn(len(lengths), 3, 6, generator=random)
+        self.x, self.y = torch.randn(2, count + 3, 4, 6, generator=random).to(DEVICE)
+        self.scores = torch.randn(count + 3, 1, generator=random).to(DEVICE)
+        self.query = torch.randn(len(lengths), 3, 6, generator=random).to(DEVICE)
         *free, self.poison = torch.randperm(count + 3, generator=random).tolist()
         self.rows = [free[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))]
         for tensor in (self.x, self.y, self.scores):
@@ -144,8 +145,8 @@ class Sequences:
 
     def vtensors(self, layout: Layout) -> tuple[VTensor, VTensor, VTensor]:
         """All of them."""
-        indptr = torch.tensor([0, *self.lengths.tolist()]).cumsum(0)
-        indices = torch.tensor(list(chain(*self.rows)))
+        indptr = torch.tensor([0, *self.lengths.tolist()], device=DEVICE).cumsum(0)
+        indices = torch.tensor(list(chain(*self.rows)), device=DEVICE)
         if layout is Layout.PAGED:
             return VTensor(self.x, indptr, indices), VTensor(self.y, indptr, indices), VTensor(self.query)
         return VTensor(self.x[indices], indptr), VTensor(self.y[indices], indptr), VTensor(self.query)
@@ -154,7 +155,7 @@ class Sequences:
         """All of them in a step; each has a block that is being filled."""
         width = int(self.lengths.max()) + 1
         rows = torch.tensor([[*rows, *[self.poison] * (width - len(rows))] for rows in self.rows])
-        return Batch(rows, self.lengths * SIZE + 1, SIZE)
+        return Batch(rows.to(DEVICE), self.lengths * SIZE + 1, SIZE)
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -170,7 +171,7 @@ def test_an_operator_is_the_pytorch_operator_on_each_sequence(case: str, layout:
     result = found(*sequences.vtensors(layout))
     assert result.num_sequences == len(lengths)
     for number in range(len(lengths)):
-        torch.testing.assert_close(result.sequence(number), expected(*sequences.of(number)))
+        torch.testing.assert_close(result.sequence(number), expected(*sequences.of(number)), **CLOSE)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])
@@ -188,15 +189,15 @@ def test_a_step_of_all_sequences_gives_each_its_own(
         "x": sequences.x,
         "y": sequences.y,
         "score": sequences.scores,
-        "out": torch.full((len(sequences.x), *inner), 7.0),
+        "out": torch.full((len(sequences.x), *inner), 7.0, device=DEVICE),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvgraft.decode.executor.CHUNK_BYTES", chunk)
         groups = plan(program) if fused else unfused(program)
         select(program, groups, sequences.query, caches, sequences.batch(), implementation=implementation)
     for number, rows in enumerate(sequences.rows):
-        torch.testing.assert_close(caches["out"][rows][None], expected(*sequences.of(number)))
-    untouched = torch.ones(len(sequences.x), dtype=torch.bool)
+        torch.testing.assert_close(caches["out"][rows][None], expected(*sequences.of(number)), **CLOSE)
+    untouched = torch.ones(len(sequences.x), dtype=torch.bool, device=DEVICE)
     untouched[list(chain(*sequences.rows))] = False
     assert bool((caches["out"][untouched] == 7).all())
 
@@ -210,12 +211,13 @@ def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
     if hidden:
         sequences.scores[::2] = -math.inf
     program = trace(Applies(inner=(4, 1), topk_blocks=k), 4, 6, 3)
-    caches = {"x": sequences.x, "y": sequences.y, "score": sequences.scores, "out": torch.zeros(len(sequences.x), 4, 1)}
+    out = torch.zeros(len(sequences.x), 4, 1, device=DEVICE)
+    caches = {"x": sequences.x, "y": sequences.y, "score": sequences.scores, "out": out}
     batch = sequences.batch()
     chosen = select(program, plan(program), sequences.query, caches, batch)
     found, tokens = tables(chosen, batch, program.flow)
     for number, rows in enumerate(sequences.rows):
-        total, scores = len(rows) + 1, sequences.scores[rows][:, 0]
+        total, scores = len(rows) + 1, sequences.scores[rows][:, 0].tolist()
         open_to_choice = [block for block in range(1, total - 2) if scores[block] > -math.inf]
         best = set(sorted(open_to_choice, key=lambda block: -scores[block])[:k])
         expected = sorted(best | {0} | {max(total - 2, 0), total - 1})
@@ -238,9 +240,9 @@ def test_approximate_topk_takes_as_many_and_misses_what_it_may(monkeypatch: pyte
         return radix_topk(*arguments, **options | {"implementation": implementation})
 
     monkeypatch.setattr("kvgraft.decode.operators.radix_topk", on_a_device)
-    scores = torch.rand(300, 1, generator=torch.Generator().manual_seed(0))
+    scores = torch.rand(300, 1, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     scores[[3, 50, 107, 222]] = 1e6
-    x, tops = VTensor(scores, torch.tensor([0, 100, 300])), {}
+    x, tops = VTensor(scores, torch.tensor([0, 100, 300], device=DEVICE)), {}
     for tolerance in (None, 0.0, 0.5, 1.0):
         found = ops.topK(x, 16) if tolerance is None else ops.approxTopK(x, 16, tolerance=tolerance)
         tops[tolerance] = [set(found.sequence(number)[0].tolist()) for number in range(2)]
@@ -254,18 +256,19 @@ def test_approximate_topk_takes_as_many_and_misses_what_it_may(monkeypatch: pyte
 
 
 def test_union_has_each_block_once():
-    x, y = (VTensor(torch.tensor([[3.0, 1, 2, 0]]).T[:, None], torch.tensor([0, 4])) for _ in range(2))
+    scores, indptr = torch.tensor([3.0, 1, 2, 0], device=DEVICE)[:, None, None], torch.tensor([0, 4], device=DEVICE)
+    x, y = (VTensor(scores, indptr) for _ in range(2))
     both = ops.Union(ops.topK(x, 2), ops.topK(y, 3))
     assert sorted(block for block in both.sequence(0)[0].tolist() if block >= 0) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name.endswith("Interleave")])
 def test_interleaved_reductions_are_of_consecutive_groups(name: str):
-    x = torch.randn(1, 5, 8, 6)
+    x = torch.randn(1, 5, 8, 6).to(DEVICE)
     plain = {
         "Mean": lambda g: g.mean(0), "Max": lambda g: g.amax(0),
         "Min": lambda g: g.amin(0), "L2Norm": lambda g: g.norm(dim=0),
     }[name.removesuffix("Interleave")]  # fmt: skip
     expected = torch.stack([plain(group) for group in x[0].movedim(1, 0).split(2)], dim=1)
-    found = ops.apply(name, VTensor(x[0], torch.tensor([0, 5])), dim=2, size=2)
-    torch.testing.assert_close(found.sequence(0)[0], expected)
+    found = ops.apply(name, VTensor(x[0], torch.tensor([0, 5], device=DEVICE)), dim=2, size=2)
+    torch.testing.assert_close(found.sequence(0)[0], expected, **CLOSE)

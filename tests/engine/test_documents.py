@@ -116,16 +116,16 @@ def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(
 
 def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], torch.Tensor]:
     """The answer where every document has read itself alone, and all else everything: masked attention, no cache."""
-    decoder, config = engine.decoder, engine.config
+    decoder, config, device = engine.decoder, engine.config, engine.decoder.device
     tokenised = engine._reader.read(Request(prompt))
     tokens = tokenised.token_ids.tolist()
-    visible = torch.ones(len(tokens) + steps, len(tokens) + steps, dtype=torch.bool).tril()
+    visible = torch.ones(len(tokens) + steps, len(tokens) + steps, dtype=torch.bool, device=device).tril()
     for start, stop in tokenised.segments:
         visible[start:stop, :start] = False
     first = torch.zeros(0)
     for step in range(steps):
-        cos, sin = config.rope.fresh_table(torch.arange(len(tokens)))
-        hidden = decoder.embed(torch.tensor(tokens))
+        cos, sin = config.rope.fresh_table(torch.arange(len(tokens), device=device))
+        hidden = decoder.embed(torch.tensor(tokens, device=device))
         for layer in range(config.num_layers):
             query, keys, values = decoder.project(layer, hidden, cos, sin)
             mask = visible[: len(tokens), : len(tokens)]
@@ -135,7 +135,7 @@ def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], to
         logits = decoder.logits(hidden[-1:])[0]
         first = logits if step == 0 else first
         tokens.append(int(logits.argmax()))
-    return tokens[-steps:], first
+    return tokens[-steps:], first.cpu()
 
 
 @torch.inference_mode()
@@ -185,8 +185,8 @@ def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
             [at] = [at for at in ctx.layout.placed if at.start <= token < at.stop]
             cos, sin = engine.config.rope.table(torch.tensor([at.start]))
             expected = rotate(at.document.keys[layer, :, token - at.start][None], cos, sin)[0]
-            torch.testing.assert_close(keys[place], expected)
-            torch.testing.assert_close(values[place], at.document.values[layer, :, token - at.start])
+            torch.testing.assert_close(keys[place].cpu(), expected)
+            torch.testing.assert_close(values[place].cpu(), at.document.values[layer, :, token - at.start])
     num_pages = -(-(150 + 12 + sequence.request.sampling.max_tokens - 1) // 16)
     assert engine.memory.pool.num_used == num_pages
     engine.scheduler.abort([sequence])

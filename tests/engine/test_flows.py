@@ -82,7 +82,7 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
 
     def spy(query, keys, values, tables, lengths, *rest):  # type: ignore[no-untyped-def]
         [sequence] = engine.scheduler.running
-        seen.append((query, keys, tables, lengths, torch.from_numpy(sequence.pages.pages[0])))
+        seen.append((query, keys, tables, lengths, torch.from_numpy(sequence.pages.pages[0]).to(keys.device)))
         return indexer_attention(query, keys, values, tables, lengths, *rest)
 
     indexer_attention = indexer.block_sparse_attention

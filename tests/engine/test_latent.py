@@ -56,7 +56,7 @@ def test_flows_see_the_fused_latent_or_its_content_alone(
 
     def spy(query, keys, values, tables, lengths, *rest):  # type: ignore[no-untyped-def]
         [sequence] = engine.scheduler.running
-        seen.append((query, keys, tables, torch.from_numpy(sequence.pages.pages[0])))
+        seen.append((query, keys, tables, torch.from_numpy(sequence.pages.pages[0]).to(keys.device)))
         return attention(query, keys, values, tables, lengths, *rest)
 
     monkeypatch.setattr(indexer, "block_sparse_attention", spy)
@@ -64,8 +64,8 @@ def test_flows_see_the_fused_latent_or_its_content_alone(
     prompt = Request(request(201, flow).prompt, "full", SamplingParams(2, ignore_eos=True), flow=flow)
     engine.generate([prompt])
     [(query, keys, tables, pages), _] = seen  # layers, of which the first is dense
-    content = torch.tensor([*range(12), *range(16, 28)])
-    routed = query.index_fill(2, torch.arange(32) if aware else content, 0.0)  # what is masked, to be taken away
+    masked = torch.tensor([*range(32)] if aware else [*range(12), *range(16, 28)], device=query.device)
+    routed = query.index_fill(2, masked, 0.0)  # what is masked, to be taken away
     score = (keys[pages[:25]].mean(1) @ (query if aware else query - routed)[0].T).amax(1)
     best = score[1:24].topk(2).indices.sort().values + 1
     assert tables[0].tolist() == [pages[0], *pages[best].tolist(), *pages[24:26].tolist()]

@@ -384,8 +384,13 @@ def test_cuda_answers_as_the_cpu_does(model_dirs: dict[str, Path], policy: Polic
     prompts = [tokens(9, 2) + known + tokens(5, 3), tokens(70, 4), known]
     logits = []
     for device in ("cpu", "cuda"):
-        head_map = make_head_map(model_dirs["qwen3"])
-        engine = Engine(model_dirs["qwen3"], dtype="float32", device=device, head_map=head_map)
+        engine = Engine(
+            model_dirs["qwen3"],
+            dtype="float32",
+            device=device,
+            head_map=make_head_map(model_dirs["qwen3"]),
+            residual_layers=(0, 1, 2),
+        )
         ask(engine, known, Full())
         logits.append([ask(engine, prompt, policy, remember=False).first_logits for prompt in prompts])
     for cpu, cuda in zip(*logits, strict=True):

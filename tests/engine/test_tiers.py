@@ -38,6 +38,14 @@ def flood(engine: Engine) -> None:
     engine.clear_cache()
 
 
+def same(again: Result, at_once: Result, first: Result, engine: Engine) -> None:
+    """The last bit is that of a prefix that had never left the pool, and of full prefill but on CUDA, whose matrix
+    products add up in another order where there are more rows."""
+    assert torch.equal(again.first_logits, at_once.first_logits)  # type: ignore[arg-type]
+    atol = 0.0 if engine.decoder.device.type == "cpu" else TOLERANCE
+    torch.testing.assert_close(again.first_logits, first.first_logits, atol=atol, rtol=0.0)
+
+
 def on_disk(path: Path) -> StoreOptions:
     return StoreOptions(path / "store", ram_gib=0, disk_gib=1)
 
@@ -45,7 +53,8 @@ def on_disk(path: Path) -> StoreOptions:
 @pytest.mark.parametrize("disk", [False, True])
 def test_what_left_the_pool_comes_back_bit_for_bit(model: Path, tmp_path: Path, disk: bool):
     with start(model, on_disk(tmp_path) if disk else StoreOptions()) as engine:
-        first = ask(engine, KNOWN)
+        first, at_once = ask(engine, KNOWN), ask(engine, KNOWN, remember=False)
+        assert at_once.report.prefix_tokens == 192
         assert engine.store is not None
         engine.store.flush()
         flood(engine)
@@ -53,7 +62,7 @@ def test_what_left_the_pool_comes_back_bit_for_bit(model: Path, tmp_path: Path, 
         assert again.report.prefix_tokens == 192
         assert again.report.counts["restored_blocks"] == 12
         assert engine.store.counts["disk_hits" if disk else "ram_hits"] == 12
-        assert torch.equal(again.first_logits, first.first_logits)  # type: ignore[arg-type]
+        same(again, at_once, first, engine)
         engine.check()
 
 
@@ -77,12 +86,12 @@ def test_what_left_the_pool_is_grafted(model: Path, tmp_path: Path, disk: bool):
 
 def test_another_process_goes_on_with_what_the_first_one_read(model: Path, tmp_path: Path):
     with start(model, on_disk(tmp_path)) as engine:
-        first = ask(engine, KNOWN)
+        first, at_once = ask(engine, KNOWN), ask(engine, KNOWN, remember=False)
     with start(model, on_disk(tmp_path)) as engine:
         again, moved = ask(engine, KNOWN, remember=False), ask(engine, MOVED, Naive(), remember=False)
         assert again.report.prefix_tokens == 192
         assert moved.report.grafted_tokens >= 192
-        assert torch.equal(again.first_logits, first.first_logits)  # type: ignore[arg-type]
+        same(again, at_once, first, engine)
     with Engine(model, dtype="bfloat16", num_pages=40, store=on_disk(tmp_path)) as other:
         assert ask(other, KNOWN).report.prefix_tokens == 0
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import DEVICE
 from kvgraft.kernels.cpu import align as cpu_align
 from kvgraft.kernels.dispatch import align_copy, align_paged, kernel
 from kvgraft.kv.rope import Rope, rotate, rotate_part
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 IMPLEMENTATIONS = ["reference", "cpu"]
 if find_spec("triton"):

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from devices import DEVICE
 from kvgraft.kernels.dispatch import attention_mass, segpaged_attention
 from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, LayerHeads
 
@@ -27,6 +28,7 @@ def layout_of(kind: str, num_lists: int = 1, in_order: bool = False) -> Attentio
     """Every list has its own slots of every prompt, shuffled or in one stretch."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(NUM_SLOTS) if in_order else torch.randperm(NUM_SLOTS, generator=generator)
+    slots = slots.to(DEVICE)
     positions, tables, used = [], [], 0
     for given in POSITIONS[kind]:
         position = torch.tensor(list(given), dtype=torch.int64)
@@ -45,16 +47,17 @@ def give_back(layout: AttentionLayout, page_list: int) -> None:
 
 def filled(layout: AttentionLayout, heads: LayerHeads, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Keys and values [streams, slots, d]: NaN wherever no head may look."""
-    pools = [torch.full((max(heads.streams) + 1, NUM_SLOTS, size), float("nan"), dtype=dtype) for _ in range(2)]
+    shape = (max(heads.streams) + 1, NUM_SLOTS, size)
+    pools = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     for context in layout.contexts:
-        here, at = torch.arange(context.seen), context.positions[:, None]
+        here, at = torch.arange(context.seen, device=DEVICE), context.device_positions[:, None]
         for stream, page_list, local in zip(heads.streams, heads.page_lists, heads.local, strict=True):
             seen = here <= at
             if local:
                 seen &= (here < SINKS) | (here > at - WINDOW)
             slots = context.slots[page_list, : context.seen][seen.any(0)]
             for pool in pools:
-                pool[stream, slots[slots >= 0]] = torch.randn(int((slots >= 0).sum()), size).to(dtype)
+                pool[stream, slots[slots >= 0]] = torch.randn(int((slots >= 0).sum()), size).to(pool)
     return pools
 
 
@@ -66,7 +69,7 @@ def check(layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dt
     torch.manual_seed(1)
     query_heads, size = shape
     keys, values = filled(layout, heads, size, dtype)
-    query = torch.randn(layout.query_positions.numel(), query_heads, size).to(dtype)
+    query = torch.randn(layout.query_positions.numel(), query_heads, size).to(keys)
     arguments = (query, keys, values, heads, layout, size**-0.5)
     expected = segpaged_attention(*arguments, implementation="reference")
     actual = segpaged_attention(*arguments, implementation=name)
@@ -138,11 +141,12 @@ def test_long_contexts(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     positions = [torch.tensor(list(at)) for at in kind]
     slots = torch.arange(2 * LONG_CONTEXT) if in_order else torch.randperm(2 * LONG_CONTEXT)
+    slots = slots.to(DEVICE)
     layout = AttentionLayout.of(positions, [slots[None, 20:], slots[None, :20]][: len(kind)])
     torch.manual_seed(1)
     for heads in (1, 2):
-        keys, values = torch.randn(2, heads, 2 * LONG_CONTEXT, size).to(dtype)
-        query = torch.randn(layout.query_positions.numel(), 6, size).to(dtype)
+        keys, values = torch.randn(2, heads, 2 * LONG_CONTEXT, size).to(DEVICE, dtype)
+        query = torch.randn(layout.query_positions.numel(), 6, size).to(keys)
         arguments = (query, keys, values, dense_heads(heads), layout, size**-0.5)
         expected = segpaged_attention(*arguments, implementation="reference")
         compare(segpaged_attention(*arguments, implementation=implementation), expected)
@@ -150,9 +154,10 @@ def test_long_contexts(
 
 def test_reference_equals_attention_written_out():
     torch.manual_seed(2)
-    keys, values, query = torch.randn(1, 4, 4), torch.randn(1, 4, 4), torch.randn(1, 2, 4)
+    keys, values, query = (torch.randn(1, count, 4).to(DEVICE) for count in (4, 4, 2))
     for window, seen in ((9, (2, 0, 3)), (1, (2, 3))):
-        layout = AttentionLayout.of([torch.tensor([2])], [torch.tensor([[2, 0, 3]])], sinks=1, window=window)
+        slots = torch.tensor([[2, 0, 3]], device=DEVICE)
+        layout = AttentionLayout.of([torch.tensor([2])], [slots], sinks=1, window=window)
         heads = LayerHeads((0,), (0,), (True,))
         actual = segpaged_attention(query, keys, values, heads, layout, 0.5, implementation="reference")
         for head in range(2):
@@ -162,9 +167,9 @@ def test_reference_equals_attention_written_out():
 
 
 def test_no_queries_at_all():
-    layout = AttentionLayout.of([torch.zeros(0, dtype=torch.int64)], [torch.arange(4)[None]])
-    pools = torch.zeros(2, 1, 8, 8)
-    assert segpaged_attention(torch.zeros(0, 2, 8), *pools, dense_heads(1), layout, 1.0).shape[0] == 0
+    layout = AttentionLayout.of([torch.zeros(0, dtype=torch.int64)], [torch.arange(4, device=DEVICE)[None]])
+    query, *pools = torch.zeros(0, 2, 8, device=DEVICE), *torch.zeros(2, 1, 8, 8, device=DEVICE)
+    assert segpaged_attention(query, *pools, dense_heads(1), layout, 1.0).shape[0] == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -172,8 +177,9 @@ def test_no_queries_at_all():
 def test_mass_equals_reference_and_sums_to_queries_times_heads(shape: tuple[int, int, int], at: list[int]):
     query_heads, key_heads, size = shape
     torch.manual_seed(3)
-    positions = torch.tensor(list(at))
+    positions = torch.tensor(list(at), device=DEVICE)
     query, keys = torch.randn(len(positions), query_heads, size), torch.randn(63, key_heads, size)
+    query, keys = query.to(DEVICE), keys.to(DEVICE)
     expected = attention_mass(query, keys, positions, size**-0.5, implementation="reference")
     actual = attention_mass(query, keys, positions, size**-0.5)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from devices import DEVICE
 from kvgraft.kernels.dispatch import block_sparse_attention, radix_topk
 from properties import examples
 
@@ -20,16 +21,16 @@ NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
 @pytest.mark.parametrize("lengths", [[1], [16, 16], [5, 17, 160, 33], [160] * 3])
 def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_dim, lengths):
     torch.manual_seed(len(lengths))
-    tables = torch.randperm(NUM_PAGES).view(-1, 10)[: len(lengths)]
-    keys = torch.full((NUM_PAGES, SIZE, dim), float("nan"), dtype=dtype)  # where nobody wrote
+    tables = torch.randperm(NUM_PAGES).view(-1, 10)[: len(lengths)].to(DEVICE)
+    keys = torch.full((NUM_PAGES, SIZE, dim), float("nan"), dtype=dtype, device=DEVICE)  # where nobody wrote
     values = keys[..., :value_dim] if value_dim < dim else keys.clone()
     for table, length in zip(tables, lengths, strict=True):
-        slots = (table[:, None] * SIZE + torch.arange(SIZE)).flatten()[:length]
+        slots = (table[:, None] * SIZE + torch.arange(SIZE, device=DEVICE)).flatten()[:length]
         if value_dim == dim:
-            values.view(-1, dim)[slots] = torch.randn(length, dim).to(dtype)
-        keys.view(-1, dim)[slots] = torch.randn(length, dim).to(dtype)
-    query = torch.randn(len(lengths), group, dim).to(dtype)
-    arguments = (query, keys, values, tables, torch.tensor(lengths), dim**-0.5)
+            values.view(-1, dim)[slots] = torch.randn(length, dim).to(keys)
+        keys.view(-1, dim)[slots] = torch.randn(length, dim).to(keys)
+    query = torch.randn(len(lengths), group, dim).to(keys)
+    arguments = (query, keys, values, tables, torch.tensor(lengths, device=DEVICE), dim**-0.5)
     wanted = block_sparse_attention(*arguments, implementation="reference")
     found = block_sparse_attention(*arguments, implementation=implementation)
     assert wanted.shape == (len(lengths), group, value_dim)
@@ -51,8 +52,9 @@ def test_exact_radix_topk_is_topk_as_a_set(implementation, remap, data):
     rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 70))
     some = st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([0.0, 1.0, -1.0, -float("inf")]))
     scores = torch.tensor(data.draw(st.lists(st.lists(some, min_size=columns, max_size=columns), min_size=rows,
-                                             max_size=rows)))  # fmt: skip
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows)))
+                                             max_size=rows)), device=DEVICE)  # fmt: skip
+    lengths = data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows))
+    lengths = torch.tensor(lengths, device=DEVICE)
     k = data.draw(st.integers(1, 80))
     found = radix_topk(scores, lengths, k, remap=remap, implementation=implementation)
     assert found.shape == (rows, k)
@@ -66,8 +68,8 @@ def test_exact_radix_topk_is_topk_as_a_set(implementation, remap, data):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("remap", [False, True])
 def test_lossy_radix_topk_misses_no_more_than_it_may(implementation, remap):
-    scores, k, tolerance = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1)), 64, 0.25
-    lengths = torch.tensor([3000, 2500, 1500, 700, 100, 40])
+    scores = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    lengths, k, tolerance = torch.tensor([3000, 2500, 1500, 700, 100, 40], device=DEVICE), 64, 0.25
     found = radix_topk(scores, lengths, k, tolerance, remap=remap, implementation=implementation)
     for row, own, length in zip(scores, found, lengths.tolist(), strict=True):
         wanted = set(row[:length].topk(min(k, length)).indices.tolist())

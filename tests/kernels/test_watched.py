@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from devices import DEVICE
 from kvgraft.kernels.dispatch import block_sparse_attention, radix_topk
 from kvgraft.kernels.watched import watched, watching
 
@@ -22,7 +23,7 @@ def noting(found: list[str], stage: str) -> Iterator[None]:
 def test_a_watcher_is_entered_around_stages_and_what_they_call():
     @watched("outer")
     def outer(count: int) -> list[int]:
-        return radix_topk(torch.arange(4.0)[None], torch.tensor([4]), count)[0].tolist()
+        return radix_topk(torch.arange(4.0, device=DEVICE)[None], torch.tensor([4], device=DEVICE), count)[0].tolist()
 
     found: list[str] = []
     with watching(lambda stage: noting(found, stage)):
@@ -37,6 +38,7 @@ def test_a_stage_that_fails_is_left_and_so_is_the_watcher():
     with pytest.raises(ValueError, match="k must be"), watching(lambda stage: noting(found, stage)):
         radix_topk(torch.zeros(1, 1), torch.ones(1), 0)
     assert found == ["top-k", "end of top-k"]
-    query, pages = torch.zeros(1, 1, 2), torch.zeros(1, 2, 2)
-    block_sparse_attention(query, pages, pages, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1).long(), 1.0)
+    query, pages = torch.zeros(1, 1, 16, device=DEVICE), torch.zeros(1, 2, 16, device=DEVICE)
+    table, length = torch.zeros(1, 1, device=DEVICE).long(), torch.ones(1, device=DEVICE).long()
+    block_sparse_attention(query, pages, pages, table, length, 1.0)
     assert len(found) == 2

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from devices import DEVICE
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
@@ -19,7 +20,8 @@ from kvgraft.kernels.dispatch import block_sparse_attention
 from kvgraft.kernels.workload import FREE_PADDING, MOST_PADDING, Lengths, parts_of, plan_work
 from properties import examples
 
-interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+no_device = pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter can be watched")
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=9)
 SKEWED = [2048, *[64] * 15]  # full blocks of 32K and 1K tokens in blocks of 16
 SIZE, DIM, GROUP = 4, 16, 2
@@ -27,7 +29,7 @@ SIZE, DIM, GROUP = 4, 16, 2
 
 @given(lengths=LENGTHS, programs=st.integers(1, 40))
 def test_every_unit_is_taken_once_and_no_program_has_more_than_the_average(lengths: list[int], programs: int):
-    work = plan_work(torch.tensor(lengths), programs)
+    work = plan_work(torch.tensor(lengths, device=DEVICE), programs)
     taken, total = [], sum(lengths)
     assert work.num_programs == programs
     for first, last in work.programs.unfold(0, 2, 1).tolist():
@@ -76,16 +78,17 @@ def attention(lengths: list[int], group: int = 5) -> tuple[Tensor, ...]:
     torch.manual_seed(len(lengths))
     most = max(max(lengths), 1)
     width = -(-most // SIZE)
-    tables = torch.randperm(len(lengths) * width).view(-1, width)
-    keys, values = torch.full((2, tables.numel(), SIZE, DIM), float("nan"))
+    tables = torch.randperm(len(lengths) * width).view(-1, width).to(DEVICE)
+    keys, values = torch.full((2, tables.numel(), SIZE, DIM), float("nan"), device=DEVICE)
     for table, length in zip(tables, lengths, strict=True):
-        slots = (table[:, None] * SIZE + torch.arange(SIZE)).flatten()[:length]
+        slots = (table[:, None] * SIZE + torch.arange(SIZE, device=DEVICE)).flatten()[:length]
         for pool in (keys, values):
-            pool.view(-1, DIM)[slots] = torch.randn(length, DIM)
-    return torch.randn(len(lengths), group, DIM), keys, values, tables, torch.tensor(lengths), DIM**-0.5
+            pool.view(-1, DIM)[slots] = torch.randn(length, DIM).to(DEVICE)
+    query = torch.randn(len(lengths), group, DIM).to(DEVICE)
+    return query, keys, values, tables, torch.tensor(lengths, device=DEVICE), DIM**-0.5
 
 
-@interpreted
+@with_triton
 @examples(4)
 @given(lengths=st.lists(st.one_of(st.integers(0, 2), st.integers(0, 200)), min_size=1, max_size=5))
 def test_shared_attention_is_attention(programs: int, lengths: list[int]):
@@ -104,12 +107,13 @@ class Step:
     def __init__(self, blocks: list[int], flow: str = "block_topk") -> None:
         random = torch.Generator().manual_seed(0)
         self.program = trace(FLOWS[flow](topk_blocks=3), SIZE, DIM, GROUP)
-        self.rows = torch.randperm(len(blocks) * (max(blocks) + 1), generator=random).view(len(blocks), -1)
-        keys, values = torch.randn(2, self.rows.numel(), SIZE, DIM, generator=random)
-        self.query = torch.randn(len(blocks), GROUP, DIM, generator=random)
-        caches = {name: torch.empty(self.rows.numel(), *shape) for name, shape in self.program.caches.items()}
+        rows = torch.randperm(len(blocks) * (max(blocks) + 1), generator=random)
+        keys, values = torch.randn(2, rows.numel(), SIZE, DIM, generator=random).to(DEVICE)
+        self.query = torch.randn(len(blocks), GROUP, DIM, generator=random).to(DEVICE)
+        self.rows, shapes = rows.view(len(blocks), -1).to(DEVICE), self.program.caches
+        caches = {name: torch.empty(rows.numel(), *shape, device=DEVICE) for name, shape in shapes.items()}
         self.pool = {"k": keys, "v": values, **caches}
-        fill(self.program, self.pool, torch.arange(self.rows.numel()), implementation="cpu")
+        fill(self.program, self.pool, torch.arange(rows.numel(), device=DEVICE), implementation="cpu")
         self.batch = self.of(blocks)
 
     def of(self, blocks: list[int]) -> Batch:
@@ -128,7 +132,7 @@ class Step:
         return [set(own[own >= 0].tolist()) for own in found]
 
 
-@interpreted
+@with_triton
 @pytest.mark.parametrize("blocks", [[70, 0, 1, 5, 5, 200, 0], [0, 0], [1]], ids=str)
 @pytest.mark.parametrize("flow", ["quest", "h2o"])
 def test_a_flow_chooses_the_same_on_a_skewed_batch(programs: int, flow: str, blocks: list[int]):
@@ -153,7 +157,8 @@ def count(monkeypatch: pytest.MonkeyPatch, table: Tensor) -> Counter[tuple[int, 
     return taken
 
 
-@interpreted
+@with_triton
+@no_device
 def test_blocks_that_programs_go_through_and_the_longest_share(monkeypatch: pytest.MonkeyPatch):
     step = Step(SKEWED)
     shares = {}
@@ -165,7 +170,8 @@ def test_blocks_that_programs_go_through_and_the_longest_share(monkeypatch: pyte
     assert shares == {"balanced": (3008, 384), "padded": (32768, 4096)}  # eight programs, tiles of 64
 
 
-@interpreted
+@with_triton
+@no_device
 def test_tokens_that_programs_attend_to_and_the_longest_share(monkeypatch: pytest.MonkeyPatch):
     arguments = attention([4096, *[128] * 15], group=1)
     taken = count(monkeypatch, arguments[3])
