@@ -9,6 +9,7 @@ from kvgraft.kernels.dispatch import attention_mass, segpaged_attention
 from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, LayerHeads
 
 IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 SHAPES = [(1, 1, 32), (8, 2, 64), (6, 3, 80), (4, 4, 16)]  # query heads, key heads, head size
 POSITIONS = {
     "from the start": [range(63)],
@@ -127,6 +128,35 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     check(layout, heads, (6, 80), dtype, implementation)
 
 
+@needs_triton
+@pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_long_runs_go_to_flash_attention(kind: str, heads: LayerHeads, monkeypatch: pytest.MonkeyPatch):
+    """The others in the same call do not, nor do runs of heads that see a window, nor of a list with gaps."""
+    from kvgraft.kernels.triton import attention
+
+    monkeypatch.setattr(attention, "FLASH_RUN", 60)
+    layout, flashed, flash = layout_of(kind, num_lists=3), [], attention._flash
+    monkeypatch.setattr(attention, "_flash", lambda *given: flashed.append(given) or flash(*given))
+    for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
+        give_back(layout, page_list)
+    check(layout, heads, (6, 80), torch.bfloat16, "triton")
+    has_run = any(stop - start >= 60 for context in layout.contexts for start, stop in context.runs)
+    whole = {head_set.page_list for head_set in heads.whole}
+    holds_all = all(bool((c.slots[each, : c.seen] >= 0).all()) for c in layout.contexts for each in whole)
+    assert bool(flashed) == (has_run and bool(whole) and holds_all)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_many_queries_are_taken_in_large_tiles(kind: str, monkeypatch: pytest.MonkeyPatch):
+    from kvgraft.kernels.triton import attention
+
+    monkeypatch.setattr(attention, "MANY_ROWS", 1)
+    for heads in (dense_heads(3), HEADS["heads out of order"]):
+        check(layout_of(kind, num_lists=3), heads, (6, 80), torch.bfloat16, "triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("size", [16, 80])
@@ -172,23 +202,26 @@ def test_no_queries_at_all():
     assert segpaged_attention(query, *pools, dense_heads(1), layout, 1.0).shape[0] == 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("at", [[0], [62], [0, 5, 6, 61], range(63), range(30, 63)])
-def test_mass_equals_reference_and_sums_to_queries_times_heads(shape: tuple[int, int, int], at: list[int]):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (20, 1, 576)])
+@pytest.mark.parametrize("at", [[0], [62], [0, 5, 6, 61], range(63), range(30, 63), [5, 700, 1500]])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_mass_equals_reference_and_sums_to_queries_times_heads(
+    shape: tuple[int, int, int], at: list[int], dtype: torch.dtype, implementation: str
+):
     query_heads, key_heads, size = shape
     torch.manual_seed(3)
-    positions = torch.tensor(list(at), device=DEVICE)
-    query, keys = torch.randn(len(positions), query_heads, size), torch.randn(63, key_heads, size)
-    query, keys = query.to(DEVICE), keys.to(DEVICE)
-    expected = attention_mass(query, keys, positions, size**-0.5, implementation="reference")
-    actual = attention_mass(query, keys, positions, size**-0.5)
+    positions, count = torch.tensor(list(at), device=DEVICE), max(63, max(at) + 1)
+    query, keys = torch.randn(len(positions), query_heads, size), torch.randn(count, key_heads, size)
+    arguments = (query.to(DEVICE, dtype), keys.to(DEVICE, dtype), positions, size**-0.5)
+    expected = attention_mass(*arguments, implementation="reference")
+    actual = attention_mass(*arguments, implementation=implementation)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert actual.sum().item() == pytest.approx(len(positions) * query_heads, rel=1e-5)
     assert not actual[int(positions.max()) + 1 :].any()
-    greatest = attention_mass(query, keys, positions, size**-0.5, "max", implementation="reference")
-    torch.testing.assert_close(
-        attention_mass(query, keys, positions, size**-0.5, "max"), greatest, atol=1e-5, rtol=1e-5
-    )
+    greatest = attention_mass(*arguments, "max", implementation="reference")
+    found = attention_mass(*arguments, "max", implementation=implementation)
+    torch.testing.assert_close(found, greatest, atol=1e-5, rtol=1e-5)
     assert (greatest <= expected + 1e-5).all()
 
 
