@@ -131,30 +131,20 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
 @needs_triton
 @pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_long_runs_go_to_flash_attention(kind: str, heads: LayerHeads, monkeypatch: pytest.MonkeyPatch):
-    """The others in the same call do not, nor do runs of heads that see a window, nor of a list with gaps."""
+def test_the_beginning_of_a_prompt_is_a_plain_triangle(kind: str, heads: LayerHeads, monkeypatch: pytest.MonkeyPatch):
+    """Whatever else is in the same call; but not for heads that see a window, nor of a list with gaps."""
     from kvgraft.kernels.triton import attention
 
-    monkeypatch.setattr(attention, "FLASH_RUN", 60)
-    layout, flashed, flash = layout_of(kind, num_lists=3), [], attention._flash
-    monkeypatch.setattr(attention, "_flash", lambda *given: flashed.append(given) or flash(*given))
+    monkeypatch.setattr(attention, "TRIANGLE", 20)
+    layout, sizes, triangle = layout_of(kind, num_lists=3), [], attention._triangle
+    monkeypatch.setattr(attention, "_triangle", lambda query, *rest: sizes.append(len(query)) or triangle(query, *rest))
     for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
         give_back(layout, page_list)
     check(layout, heads, (6, 80), torch.bfloat16, "triton")
-    has_run = any(stop - start >= 60 for context in layout.contexts for start, stop in context.runs)
+    expected = {"from the start": 63, "several prompts": 33}.get(kind)
     whole = {head_set.page_list for head_set in heads.whole}
     holds_all = all(bool((c.slots[each, : c.seen] >= 0).all()) for c in layout.contexts for each in whole)
-    assert bool(flashed) == (has_run and bool(whole) and holds_all)
-
-
-@needs_triton
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_many_queries_are_taken_in_large_tiles(kind: str, monkeypatch: pytest.MonkeyPatch):
-    from kvgraft.kernels.triton import attention
-
-    monkeypatch.setattr(attention, "MANY_ROWS", 1)
-    for heads in (dense_heads(3), HEADS["heads out of order"]):
-        check(layout_of(kind, num_lists=3), heads, (6, 80), torch.bfloat16, "triton")
+    assert set(sizes) == ({expected} if expected and whole and holds_all else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -77,7 +77,8 @@ class NativePrefill(PagedPrefill):
         self.ffn_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
-        return Hidden(self._decoder.embed(self._token_ids[where].to(self._decoder.device)), where)
+        tokens = self._token_ids[where].to(self._decoder.device, non_blocking=True)
+        return Hidden(self._decoder.embed(tokens), where)
 
     def graft(self, layers: range) -> None:
         if not self.plan.graft_targets.numel():

@@ -31,6 +31,13 @@ class HeadSet:
     streams: slice
     page_list: int
 
+    @property
+    def places(self) -> slice | tuple[int, ...]:
+        """Where tensors of all heads have these: a slice where they follow each other, for which no index has to be
+        brought to a device."""
+        first, last = self.heads[0], self.heads[-1]
+        return slice(first, last + 1) if self.heads == tuple(range(first, last + 1)) else self.heads
+
 
 @dataclass(frozen=True)
 class LayerHeads:
@@ -137,7 +144,7 @@ class Context:
     @cached_property
     def device_positions(self) -> Tensor:
         """`positions` beside the pool."""
-        return self.positions.to(self.slots.device)
+        return self.positions.to(self.slots.device, non_blocking=True)
 
     @memoised
     def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
@@ -158,22 +165,6 @@ class Context:
         first, last = int(slots[0]), int(slots[-1])
         together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
         return slice(first, last + 1) if together else None
-
-
-@dataclass(frozen=True)
-class Run:
-    """Queries at consecutive positions of one prompt.
-
-    Attributes:
-        context: the number of the prompt.
-        first, stop: its rows among the queries of all prompts.
-        seen: tokens up to the last of them.
-    """
-
-    context: int
-    first: int
-    stop: int
-    seen: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,27 +242,25 @@ class AttentionLayout:
         return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
     @memoised
-    def long_runs(self, least: int) -> tuple[Run, ...]:
-        """Runs of at least so many queries."""
-        return tuple(
-            Run(number, rows.start + first, rows.start + stop, int(context.positions[stop - 1]) + 1)
-            for number, (context, rows) in enumerate(zip(self.contexts, self.rows, strict=True))
-            for first, stop in (context.runs if context.positions.numel() >= least else ())
-            if stop - first >= least
-        )
+    def openings(self, least: int) -> dict[int, int]:
+        """Contexts whose first queries are the beginning of the prompt, at least so many, and how many those are."""
+        counts = {
+            number: context.runs[0][1]
+            for number, context in enumerate(self.contexts)
+            if context.positions.numel() >= least and not context.positions[0]
+        }
+        return {number: count for number, count in counts.items() if count >= least}
 
     @memoised
-    def query_tiles(self, size: int, runs: tuple[Run, ...] = ()) -> Tensor:
+    def query_tiles(self, size: int, least: int | None = None) -> Tensor:
         """int32 [tiles, 4]: at most `size` queries of one context each, as (context, first row, rows, whether they are
-        of one of these runs)."""
-        tiles = []
+        of an opening of at least `least`)."""
+        openings, tiles = {} if least is None else self.openings(least), []
         for number, rows in enumerate(self.rows):
-            own = [run for run in runs if run.context == number]
-            edges = sorted({rows.start, rows.stop, *(edge for run in own for edge in (run.first, run.stop))})
-            for start, stop in pairwise(edges):
-                in_run = any(run.first <= start < run.stop for run in own)
-                tiles += [(number, first, min(size, stop - first), in_run) for first in range(start, stop, size)]
-        return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device)
+            edge = rows.start + openings.get(number, 0)
+            for start, stop, opens in ((rows.start, edge, True), (edge, rows.stop, False)):
+                tiles += [(number, first, min(size, stop - first), opens) for first in range(start, stop, size)]
+        return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device, non_blocking=True)
 
     @memoised
     def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

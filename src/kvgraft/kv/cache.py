@@ -63,8 +63,8 @@ class KVCache:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
         for head_set in self.layout.layers[layer].every:
             for pool, new in zip(self.pools, (keys, values), strict=False):
-                part = new if len(head_set.heads) == new.shape[1] else new[:, head_set.heads]  # [n, h, d]
-                pool[head_set.streams].index_copy_(1, slots[head_set.page_list], part.transpose(0, 1))
+                part = new[:, head_set.places].transpose(0, 1)  # [h, n, d]
+                pool[head_set.streams].index_copy_(1, slots[head_set.page_list], part)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
@@ -78,7 +78,7 @@ class KVCache:
     def _gather(self, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
         part = pool.new_empty(slots.shape[1], len(self.layout.layers[layer].streams), pool.shape[-1])
         for head_set in self.layout.layers[layer].every:
-            part[:, head_set.heads] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+            part[:, head_set.places] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
         return part
 
     def require_residuals(self, layers: Iterable[int]) -> None:

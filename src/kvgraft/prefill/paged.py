@@ -79,7 +79,7 @@ class PagedPrefill(PrefillContext):
                     continue
                 before = int(where[: prompt.start].sum())
                 mine = slice(before, before + int(where[prompt].sum()))
-                positions = self.plan.positions[prompt][queries[prompt]].to(slots.device)
+                positions = self.plan.positions[prompt][queries[prompt]].to(slots.device, non_blocking=True)
                 keys = self._keys_at(index, slots[:, : prompt.stop - prompt.start])
                 scores[prompt] = attention_mass(
                     query[mine][chosen[mine]], keys, positions, self._scale, reduction
@@ -120,8 +120,9 @@ class PagedPrefill(PrefillContext):
     @memoised  # layers ask for the same tokens; what is found on the CPU, no device is waited for
     def _slots_of(self, where: Tensor) -> Tensor:
         """Of the tokens that are set in `where` bool [T]: int64 [lists, n]."""
-        pairs = zip(self._slots, self.plan.prompts, strict=True)
-        return torch.cat([slots[:, where[p].nonzero()[:, 0].to(slots.device)] for slots, p in pairs], dim=1)
+        found = [where[prompt].nonzero()[:, 0] for prompt in self.plan.prompts]
+        parts = zip(self._slots, found, strict=True)
+        return torch.cat([slots[:, own.to(slots.device, non_blocking=True)] for slots, own in parts], dim=1)
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

@@ -23,9 +23,13 @@ def segpaged_attention(
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
     attend = _decode if layout.decodes else _prefill
     for head_set in heads.whole:
-        part = queries if len(head_set.heads) == len(heads.streams) else queries[:, head_set.heads]
-        outputs[:, head_set.heads] = attend(
-            part, keys[head_set.streams], values[head_set.streams], head_set.page_list, layout, scale
+        outputs[:, head_set.places] = attend(
+            queries[:, head_set.places],
+            keys[head_set.streams],
+            values[head_set.streams],
+            head_set.page_list,
+            layout,
+            scale,
         )
     if heads.windowed:
         outputs[:, heads.windowed] = _windows(queries[:, heads.windowed], keys, values, heads, layout, scale)

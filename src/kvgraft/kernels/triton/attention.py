@@ -1,8 +1,8 @@
 """SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps, no mask tensor.
 
 Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are joined by their
-log-sum-exp. Long runs of queries of heads that see everything go to PyTorch's flash attention, on a copy of their keys
-and values: to make it takes little beside what it is for.
+log-sum-exp. The beginning of a long prompt, a plain causal triangle for heads that see everything, goes to PyTorch's
+attention, on a copy of its keys and values: to make it takes little beside what it is for.
 """
 
 from functools import lru_cache
@@ -11,16 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.layout import AttentionLayout, HeadSet, LayerHeads, Run
+from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
 
-FLASH_RUN = 1024  # queries
+TRIANGLE = 4096  # queries from which PyTorch's attention is faster, with the copy
 JOINED_ROWS = 16  # that one program joins
-MANY_ROWS, MOST_DIM = 2048, 128  # queries and heads from which, in half precision, programs take as many as follows
-LARGE = {"TILE_ROWS": 128, "TILE_TOKENS": 64, "num_warps": 8, "num_stages": 3}
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -28,47 +25,39 @@ def segpaged_attention(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
-    runs = () if query.dtype is torch.float32 else _flash_runs(heads, layout)
-    everything = bool(runs) and sum(run.stop - run.first for run in runs) == len(query)
-    if everything and not heads.windowed:
+    openings = {} if query.dtype is torch.float32 else layout.openings(TRIANGLE)
+    lists = {head_set.page_list for head_set in heads.whole}
+    if not all(layout.contexts[number].holds_all(page_list) for number in openings for page_list in lists):
+        openings = {}
+    if sum(openings.values()) == len(query) and not heads.windowed:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
     else:
-        output = _paged(query, keys, values, heads, layout, scale, runs)
+        output = _paged(query, keys, values, heads, layout, scale, TRIANGLE if openings else None)
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
-    for run in runs:
-        rows = slice(run.first, run.stop)
+    for number, count in openings.items():
+        rows = slice(layout.rows[number].start, layout.rows[number].start + count)
         for head_set in heads.whole:
-            asking = queries[rows, head_set.heads]
-            outputs[rows, head_set.heads] = _flash(asking, keys, values, head_set, run, layout, scale)
+            slots = layout.contexts[number].slots[head_set.page_list, :count]
+            own_keys, own_values = (pool[head_set.streams].index_select(1, slots) for pool in (keys, values))
+            asking = queries[rows, head_set.places]
+            outputs[rows, head_set.places] = _triangle(asking, own_keys, own_values, scale)
     return output
 
 
-def _flash_runs(heads: LayerHeads, layout: AttentionLayout) -> tuple[Run, ...]:
-    """Those that go to flash attention: their lists hold all that they see."""
-    runs = layout.long_runs(FLASH_RUN)
-    lists = {head_set.page_list for head_set in heads.whole}
-    contexts = {run.context for run in runs}
-    return runs if lists and all(layout.contexts[c].holds_all(each) for c in contexts for each in lists) else ()
-
-
-def _flash(
-    query: Tensor, keys: Tensor, values: Tensor, heads: HeadSet, run: Run, layout: AttentionLayout, scale: float
-) -> Tensor:
-    """query [n, h, G, d] -> the same shape."""
-    slots = layout.contexts[run.context].slots[heads.page_list, : run.seen]
-    own_keys, own_values = (pool[heads.streams].index_select(1, slots)[None] for pool in (keys, values))
+def _triangle(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """query [n, h, G, d], keys and values [h, n, d] -> the shape of `query`."""
+    asking = query.flatten(1, 2).transpose(0, 1)  # [h * G, n, d]
     attended = scaled_dot_product_attention(
-        query.flatten(1, 2).transpose(0, 1)[None], own_keys, own_values,
-        attn_mask=causal_lower_right(len(query), run.seen), scale=scale, enable_gqa=True,
-    )  # fmt: skip
+        asking[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
+    )
     return attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
 
 
 def _paged(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float,
-    runs: tuple[Run, ...],
+    triangle: int | None,
 ) -> Tensor:  # fmt: skip
-    """Of all queries but those of these runs for heads that see everything."""
+    """Of all queries, but of openings of at least `triangle` only for heads that see a window."""
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
     tile, size = tile_of(dim), num_heads // len(heads.streams)
@@ -79,10 +68,8 @@ def _paged(
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
         size //= parts
     most = max(rows.stop - rows.start for rows in layout.rows) * size
-    taken = {"TILE_ROWS": min(tile, triton.next_power_of_2(max(16, most))), "TILE_TOKENS": tile}
-    if most >= MANY_ROWS and dim <= MOST_DIM and query.element_size() == 2:
-        taken = LARGE
-    tiles, slots = layout.query_tiles(max(1, taken["TILE_ROWS"] // size), runs), layout.stacked_slots
+    tile_rows = min(tile, triton.next_power_of_2(max(16, most)))
+    tiles, slots = layout.query_tiles(max(1, tile_rows // size), triangle), layout.stacked_slots
     splits = splits_of(query.device, len(tiles) * len(heads.streams), slots.shape[2])
     dtype = query.dtype if splits == 1 else torch.float32
     output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=dtype, device=query.device)
@@ -92,7 +79,7 @@ def _paged(
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, DIM=dim, **taken,
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile, DIM=dim,
     )  # fmt: skip
     if splits == 1:
         return output[0]

@@ -121,7 +121,9 @@ class Copied:
         """Keys and values [n, Hkv, d] of the tokens in `where` bool [T]."""
         keys, values = self._ctx.kv(index, where)
         for kept, old_keys, old_values in self._kept.get(index, ()):
-            keys[kept[where]], values[kept[where]] = old_keys[where[kept]], old_values[where[kept]]
+            found = (part.nonzero()[:, 0] for part in (kept[where], where[kept]))
+            mine, theirs = (part.to(keys.device, non_blocking=True) for part in found)
+            keys[mine], values[mine] = old_keys[theirs], old_values[theirs]
         return keys, values
 
 
