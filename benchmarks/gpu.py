@@ -99,7 +99,10 @@ def _decode(found: dict[str, Any]) -> list[Row]:
 
 
 def _first_tokens(found: dict[str, Any]) -> list[Row]:
+    full = found["full"].items()
     return [
+        (f"{tokens} tokens, full: times sooner than transformers", f"{ratio:.2f}") for tokens, (_, _, ratio) in full
+    ] + [
         (
             f"{row['tokens']} tokens, {row['reuse']:.0%} known{', interleaved' * row['interleaved']}, {row['policy']}: "
             "times sooner than full, of its FLOPs",
@@ -148,7 +151,7 @@ def measurements(device: str) -> list[Measurement]:
         Measurement(
             "segpaged", "Attention by head",
             "RedKnot 5.4: over attention with a mask 2.5x to 21x in decode, 6.3x to 23.3x in prefill, 8K to 128K",
-            ("-m", "research.redknot.segpaged", *on, *bfloat16), ("--layers", "16", "--queries", "512"),
+            ("-m", "research.redknot.segpaged", *on, *bfloat16), ("--layers", "4", "--queries", "512"),
             ("--contexts", "1024", "--layers", "1", "--queries", "64", "--rounds", "1"), _segpaged,
         ),
         Measurement(
@@ -157,20 +160,21 @@ def measurements(device: str) -> list[Measurement]:
             ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds", "2"), _topk,
         ),
         Measurement(
-            "flows", "Decode steps under flows",
-            "Vortex 6.4: block top-k and Quest above full attention in throughput",
-            ("benchmarks/decode.py", *on, *bfloat16), ("--layers", "8", "--contexts", "16384,32768,131072"),
-            ("--contexts", "2048", "--batches", "1", "--layers", "1", "--rounds", "2"), _decode,
-        ),
-        Measurement(
-            "first-tokens", "Time to first token, the shape of an 8B model",
+            "first-tokens", "Time to first token, eight layers of an 8B model",
             "SparseX, Table 1: 7x to 11x (multi-round chat)",
             ("benchmarks/ttft.py", *on, *bfloat16),
             (
-                "--shape", "8b", "--layers", "32", "--tokens", "8192", "--tokens", "32768", "--reuse", "0.75",
+                "--shape", "8b", "--layers", "8", "--tokens", "8192", "--tokens", "32768", "--reuse", "0.75",
                 "--reuse", "0.9", "--reuse", "0.98",
             ),
             ("--tokens", "512", "--layers", "2", "--reuse", "0.9", "--runs", "1"), _first_tokens,
+        ),
+        Measurement(
+            "flows", "Decode steps under flows",
+            "Vortex 6.4: block top-k and Quest above full attention in throughput",
+            ("benchmarks/decode.py", *on, *bfloat16),
+            ("--layers", "8", "--contexts", "32768,131072", "--batches", "1,4"),
+            ("--contexts", "2048", "--batches", "1", "--layers", "1", "--rounds", "2"), _decode,
         ),
         Measurement(
             "capacity", "Sessions in 64 GB of KV",
@@ -215,7 +219,7 @@ def run(measurement: Measurement, *, small: bool) -> Result:
 
 def test_kernels() -> Result:
     """All tests of kernels and of generated ones, on the device."""
-    command = ["-m", "pytest", "-q", "-m", "not soak", "tests/kernels", "tests/decode"]
+    command = ["-m", "pytest", "-q", "-n", "auto", "-m", "not soak", "tests/kernels", "tests/decode"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
     result = Result("tests", "python " + " ".join(command), rows=[("tests of kernels", lines[-1].strip("= "))])
@@ -262,18 +266,18 @@ def main(
         raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here, and figures of another one would be none")
-    results = []
+    settings, results = settings_of(device), []
+    found: dict[str, Any] = {"settings": settings}
+    out.mkdir(parents=True, exist_ok=True)
     with progress_bar(Console(stderr=True), "measurements") as on_progress:
         for number, name in enumerate(names):
             on_progress(number, len(names))
             if only and name not in only:
                 continue
             results.append(test_kernels() if name == "tests" else run(todo[number - 1], small=small))
-    settings = settings_of(device)
-    found = {"settings": settings, "results": [asdict(result) for result in results]}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "gpu.md").write_text(page_of(settings, results))
+            found["results"] = [asdict(result) for result in results]
+            (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+            (out / "gpu.md").write_text(page_of(settings, results))
     if as_json:
         print(json.dumps(found))
     else:
