@@ -14,7 +14,7 @@ import numpy as np
 from kvgraft.segments.keys import check_scope, window_hashes
 
 WINDOW = 64  # bytes that a fingerprint is of
-SPACING = 128  # bytes between two fingerprints, on average
+SPACING = 128  # bytes between two fingerprints, on average; a power of two
 FARTHEST = 8 * SPACING  # bytes that two neighbours speak for at most: what lies between more distant ones is not known
 
 
@@ -37,7 +37,7 @@ class Fingerprints:
         """Those of a text (UTF-8) in a scope (`scope_digest`)."""
         check_scope(scope)
         windows = window_hashes(np.frombuffer(text, np.uint8), WINDOW, scope)
-        places = np.flatnonzero(windows % np.uint64(SPACING) == 0)
+        places = np.flatnonzero(windows & np.uint64(SPACING - 1) == 0)
         places = places[~_repeats(places, windows[places])]
         digests = [hashlib.blake2b(text[at : at + WINDOW], digest_size=8, key=scope).digest() for at in places.tolist()]
         return cls(places, np.frombuffer(b"".join(digests), "<u8"), len(text))

@@ -5,10 +5,12 @@ every key, so blocks of two namespaces never share one.
 """
 
 import hashlib
+from functools import cache
 
 import numpy as np
 
 SCOPE_BYTES = 32
+KEPT_POWERS = 1 << 16  # of a base, for later texts
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
@@ -41,13 +43,17 @@ def window_hashes(tokens: np.ndarray, block_size: int, scope: bytes) -> np.ndarr
     It does not depend on the offset. It only proposes candidates: collisions can be constructed.
 
     Args:
-        tokens: token ids, int [n].
+        tokens: token ids, int [n], or the bytes of a text, uint8.
     Returns:
         uint64 [max(n - block_size + 1, 0)].
     """
     if len(tokens) < block_size:
         return np.empty(0, np.uint64)
-    terms = _mix(tokens.astype(np.uint64) + _seed(scope)) * _powers(_BASE, len(tokens))
+    if tokens.dtype == np.uint8:
+        mixed = _mix(np.arange(256, dtype=np.uint64) + _seed(scope))[tokens]
+    else:
+        mixed = _mix(tokens.astype(np.uint64) + _seed(scope))
+    terms = mixed * _powers(_BASE, len(tokens))
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms)))  # [n + 1]
     windows = sums[block_size:] - sums[:-block_size]
     return _mix(windows * _powers(_INVERSE, len(windows)))
@@ -83,6 +89,17 @@ def _seed(scope: bytes) -> np.uint64:
 
 
 def _powers(base: int, count: int) -> np.ndarray:
+    return _first_powers(base)[:count] if count <= KEPT_POWERS else _made_powers(base, count)
+
+
+@cache
+def _first_powers(base: int) -> np.ndarray:
+    powers = _made_powers(base, KEPT_POWERS)
+    powers.flags.writeable = False
+    return powers
+
+
+def _made_powers(base: int, count: int) -> np.ndarray:
     powers = np.full(count, base, np.uint64)
     powers[:1] = 1
     return np.cumprod(powers)

@@ -17,7 +17,7 @@ from kvgraft.kernels.layout import AttentionLayout, LayerHeads
 from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
 
 TRIANGLE = 4096  # queries from which PyTorch's attention is faster, with the copy
-JOINED_ROWS = 16  # that one program joins
+JOINED = 8192  # numbers that a program joins at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,7 +70,8 @@ def _paged(
     most = max(rows.stop - rows.start for rows in layout.rows) * size
     tile_rows = min(tile, triton.next_power_of_2(max(16, most)))
     tiles, slots = layout.query_tiles(max(1, tile_rows // size), triangle), layout.stacked_slots
-    splits = splits_of(query.device, len(tiles) * len(heads.streams), slots.shape[2])
+    most_work = max(1, len(heads.streams) - len(heads.windowed))  # heads that see everything
+    splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
     dtype = query.dtype if splits == 1 else torch.float32
     output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=dtype, device=query.device)
     weight = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
@@ -84,8 +85,9 @@ def _paged(
     if splits == 1:
         return output[0]
     joined = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype, device=query.device)
-    rows = num_rows * num_heads
-    _join[(triton.cdiv(rows, JOINED_ROWS),)](output, weight, joined, splits, rows, head_dim, ROWS=JOINED_ROWS, DIM=dim)
+    rows, most = num_rows * num_heads, triton.next_power_of_2(splits)
+    tile = min(most, max(1, JOINED // dim))
+    _join[(rows,)](output, weight, joined, splits, rows, head_dim, SPLITS=most, TILE=tile, DIM=dim)
     return joined
 
 
@@ -191,24 +193,22 @@ def _segpaged(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
 def _join(  # type: ignore[no-untyped-def]
-    parts, weight, joined, splits, num_rows, head_dim, ROWS: tl.constexpr, DIM: tl.constexpr
+    parts, weight, joined, splits, num_rows, head_dim, SPLITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr
 ):
-    """One program: some rows, from what each split has of them; weights are logarithms to base 2."""
-    row, dim = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    row_mask = row < num_rows
-    inside = row_mask[:, None] & (dim < head_dim)[None]
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, DIM], tl.float32)
-    for split in range(splits):
-        at = split * num_rows + row
-        own = tl.load(weight + at, mask=row_mask, other=float("-inf"))
+    """One program: a row, from what each split has of it; weights are logarithms to base 2."""
+    row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
+    split = tl.arange(0, SPLITS)
+    every = tl.load(weight + split.to(tl.int64) * num_rows + row, mask=split < splits, other=float("-inf"))
+    best = tl.max(every, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    mass = tl.sum(tl.exp2(every - best), 0)
+    total = tl.zeros([DIM], tl.float32)
+    for first in range(0, SPLITS, TILE):
+        split = first + tl.arange(0, TILE)
+        at = split.to(tl.int64) * num_rows + row
+        own = tl.load(weight + at, mask=split < splits, other=float("-inf"))
+        inside = (split < splits)[:, None] & (dim < head_dim)[None]
         part = tl.load(parts + at[:, None] * head_dim + dim[None], mask=inside, other=0.0)
-        greatest = tl.maximum(best, own)
-        safe = tl.where(greatest == float("-inf"), 0.0, greatest)
-        shrink, grow = tl.exp2(best - safe), tl.exp2(own - safe)
-        total = total * shrink[:, None] + part * grow[:, None]
-        mass = mass * shrink + grow
-        best = greatest
-    total = total / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(joined + row[:, None] * head_dim + dim[None], total.to(joined.dtype.element_ty), mask=inside)
+        total += tl.sum(part * tl.exp2(own - best)[:, None], 0)
+    total = total / tl.where(mass > 0, mass, 1.0)
+    tl.store(joined + row * head_dim + dim, total.to(joined.dtype.element_ty), mask=dim < head_dim)
