@@ -6,7 +6,8 @@ import torch
 
 from devices import DEVICE
 from kvgraft.kernels.dispatch import attention_mass, segpaged_attention
-from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout
 
 IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

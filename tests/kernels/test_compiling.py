@@ -21,7 +21,8 @@ for remap in (False, True):
     dispatch.radix_topk(scores, lengths, 29, 0.1, remap=remap, implementation="triton")
 """
 ATTENTION = """
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 
 steps = AttentionLayout.of([torch.tensor([5]), torch.tensor([99])], [torch.arange(6)[None], torch.arange(100)[None]])
 prompt = AttentionLayout.of([torch.arange(100)], [torch.arange(100)[None]])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import rotate

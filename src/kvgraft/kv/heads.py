@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from kvgraft.kernels.layout import LayerHeads
+from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kv.profiles import ModelProfile
 
 HEAD_MAP_FILE = "heads.json"  # in a model directory

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import segpaged_attention
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
 from kvgraft.vllm.layers import entering

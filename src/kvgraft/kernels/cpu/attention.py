@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context
 
 SCORE_ROWS = 16  # queries of all heads whose scores fit the cache
 TILES = 64  # tiles of windows that are copied at a time

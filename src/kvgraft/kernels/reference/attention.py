@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 
 
 def segpaged_attention(

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
 
 TRIANGLE = 4096  # queries from which PyTorch's attention is faster, with the copy

@@ -13,7 +13,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
 from kvgraft.kernels.dispatch import segpaged_attention
-from kvgraft.kernels.layout import AttentionLayout, LayerHeads
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.vllm.groups import NULL_PAGE

@@ -1,0 +1,66 @@
+"""Which rows of the paged pool hold the KV heads of a layer, and what these see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """KV heads of one layer that follow one page list and see all that it holds, from consecutive streams."""
+
+    heads: tuple[int, ...]
+    streams: slice
+    page_list: int
+
+    @property
+    def places(self) -> slice | tuple[int, ...]:
+        """Where tensors of all heads have these: a slice where they follow each other, for which no index has to be
+        brought to a device."""
+        first, last = self.heads[0], self.heads[-1]
+        return slice(first, last + 1) if self.heads == tuple(range(first, last + 1)) else self.heads
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Where the KV heads of one layer lie, and what they see (RedKnot, section 4.3).
+
+    Attributes:
+        streams: the row of the pool that holds each head's tokens.
+        page_lists: the page list that each head follows (row of `Context.slots`).
+        local: whether it sees only the sinks and the window of the layout.
+    """
+
+    streams: tuple[int, ...]
+    page_lists: tuple[int, ...]
+    local: tuple[bool, ...]
+
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """The heads that see sinks and a window."""
+        return tuple(head for head, is_local in enumerate(self.local) if is_local)
+
+    @cached_property
+    def whole(self) -> tuple[HeadSet, ...]:
+        """The others, in as few sets as possible."""
+        return self.sets([head for head, is_local in enumerate(self.local) if not is_local])
+
+    @cached_property
+    def every(self) -> tuple[HeadSet, ...]:
+        """All heads, in as few sets as possible."""
+        return self.sets(range(len(self.streams)))
+
+    def sets(self, heads: Sequence[int]) -> tuple[HeadSet, ...]:
+        """These heads, by page list and consecutive streams."""
+        runs: list[list[int]] = []
+        for head in sorted(heads, key=lambda head: (self.page_lists[head], self.streams[head])):
+            before = runs[-1][-1] if runs else head
+            alike = self.page_lists[before] == self.page_lists[head]
+            if runs and alike and self.streams[head] == self.streams[before] + 1:
+                runs[-1].append(head)
+            else:
+                runs.append([head])
+        return tuple(
+            HeadSet(tuple(run), slice(self.streams[run[0]], self.streams[run[-1]] + 1), self.page_lists[run[0]])
+            for run in runs
+        )
