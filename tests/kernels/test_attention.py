@@ -148,6 +148,17 @@ def test_the_beginning_of_a_prompt_is_a_plain_triangle(kind: str, heads: LayerHe
     assert set(sizes) == ({expected} if expected and whole and holds_all else set())
 
 
+@needs_triton
+@pytest.mark.parametrize("size", [20, 576])
+def test_heads_that_flash_attention_does_not_take_are_no_triangle(size: int, monkeypatch: pytest.MonkeyPatch):
+    """PyTorch would make the whole matrix of weights for latent attention's heads."""
+    from kvgraft.kernels.triton import attention
+
+    monkeypatch.setattr(attention, "TRIANGLE", 20)
+    monkeypatch.setattr(attention, "_triangle", None)
+    check(layout_of("from the start"), dense_heads(1), (4, size), torch.bfloat16, "triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("size", [16, 80])
@@ -214,6 +225,15 @@ def test_mass_equals_reference_and_sums_to_queries_times_heads(
     found = attention_mass(*arguments, "max", implementation=implementation)
     torch.testing.assert_close(found, greatest, atol=1e-5, rtol=1e-5)
     assert (greatest <= expected + 1e-5).all()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_nobody_asks(implementation: str, reduction: str):
+    """As for a prompt of a batch in which a round has found nothing more."""
+    query, keys = torch.zeros(0, 4, 16, device=DEVICE), torch.ones(9, 2, 16, device=DEVICE)
+    positions = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    assert not attention_mass(query, keys, positions, 1.0, reduction, implementation=implementation).any()
 
 
 def test_mass_is_reduced_by_sum_or_max():

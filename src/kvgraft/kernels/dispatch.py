@@ -218,6 +218,8 @@ def attention_mass(
     """
     if reduction not in ("sum", "max"):
         raise ValueError(f"reduction must be sum or max, got {reduction!r}")
+    if not positions.numel():
+        return torch.zeros(len(keys), dtype=torch.float32, device=keys.device)
     return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale, reduction)
 
 

@@ -1,17 +1,18 @@
 """What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage times."""
 
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
-from kvgraft.kernels.memoised import memoised
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
+
+KEPT_SLOTS = 2  # sets of tokens whose slots are kept: a policy asks for few, layer after layer
 
 
 class PagedPrefill(PrefillContext):
@@ -37,6 +38,7 @@ class PagedPrefill(PrefillContext):
         self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
+        self._found: deque[tuple[Tensor, Tensor]] = deque(maxlen=KEPT_SLOTS)  # tokens, their slots
         self._scale = scale
         self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
 
@@ -117,12 +119,19 @@ class PagedPrefill(PrefillContext):
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
-    @memoised  # layers ask for the same tokens; what is found on the CPU, no device is waited for
     def _slots_of(self, where: Tensor) -> Tensor:
-        """Of the tokens that are set in `where` bool [T]: int64 [lists, n]."""
-        found = [where[prompt].nonzero()[:, 0] for prompt in self.plan.prompts]
-        parts = zip(self._slots, found, strict=True)
-        return torch.cat([slots[:, own.to(slots.device, non_blocking=True)] for slots, own in parts], dim=1)
+        """Of the tokens that are set in `where` bool [T]: int64 [lists, n]. The last ones are kept.
+
+        They are searched for on the CPU, so that no device is waited for.
+        """
+        for known, slots in self._found:
+            if known is where:
+                return slots
+        places = [where[prompt].nonzero()[:, 0] for prompt in self.plan.prompts]
+        parts = zip(self._slots, places, strict=True)
+        slots = torch.cat([own[:, at.to(own.device, non_blocking=True)] for own, at in parts], dim=1)
+        self._found.append((where, slots))
+        return slots
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

@@ -17,7 +17,8 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
 
-TRIANGLE = 4096  # queries from which PyTorch's attention is faster, with the copy
+TRIANGLE = 4096  # queries from which PyTorch's flash attention is faster, with the copy
+FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of heads, at most, and in eights; of devices, at least
 JOINED = 8192  # numbers that a program joins at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -26,10 +27,7 @@ def segpaged_attention(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
-    openings = {} if query.dtype is torch.float32 else layout.openings(TRIANGLE)
-    lists = {head_set.page_list for head_set in heads.whole}
-    if not all(layout.contexts[number].holds_all(page_list) for number in openings for page_list in lists):
-        openings = {}
+    openings = _openings(query, heads, layout)
     if sum(openings.values()) == len(query) and not heads.windowed:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
     else:
@@ -43,6 +41,18 @@ def segpaged_attention(
             asking = queries[rows, head_set.places]
             outputs[rows, head_set.places] = _triangle(asking, own_keys, own_values, scale)
     return output
+
+
+def _openings(query: Tensor, heads: LayerHeads, layout: AttentionLayout) -> dict[int, int]:
+    """By context the queries that go to flash attention: without it PyTorch would make the whole matrix of weights."""
+    dim = query.shape[-1]
+    if query.dtype is torch.float32 or dim > FLASH_DIM or dim % 8:
+        return {}
+    if query.is_cuda and torch.cuda.get_device_capability(query.device) < FLASH_CAPABILITY:
+        return {}
+    openings, lists = layout.openings(TRIANGLE), {head_set.page_list for head_set in heads.whole}
+    hold_all = all(layout.contexts[number].holds_all(page_list) for number in openings for page_list in lists)
+    return openings if hold_all else {}
 
 
 def _triangle(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
