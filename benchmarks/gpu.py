@@ -2,7 +2,7 @@
 
 Each is a command of its own, run one after the other; what they print becomes `gpu.json`, and a page of ratios.
 
-    python benchmarks/gpu.py [--only align --only flows] [--out docs/results]      # or: make gpu
+    python benchmarks/gpu.py [--only align --only flows] [--out results]      # or: make gpu
 """
 
 import json
@@ -254,7 +254,7 @@ def settings_of(device: str) -> dict[str, str]:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Names of measurements, or tests (repeatable).")] = None,
-    out: Annotated[Path, typer.Option(help="Where gpu.md and gpu.json go.")] = ROOT / "docs/results",
+    out: Annotated[Path, typer.Option(help="Where gpu.md and gpu.json go.")] = ROOT / "results",
     device: str = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Try all commands at sizes of no meaning.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what gpu.json holds.")] = False,
