@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 SHARED = 227 * 1024  # bytes of a program on Hopper; Ampere's data centre devices have 163
+HALF = """
+DTYPES += (torch.float16,)
+"""
 ALIGN = """
 for dtype in DTYPES:
     pool, slots, turn = torch.zeros(2, 64, 3, 80, dtype=dtype), torch.arange(4), torch.zeros(4, 40)
@@ -33,6 +36,8 @@ for dtype in DTYPES:
         for layout, count in ((steps, 2), (prompt, 100)):
             query = torch.zeros(count, query_heads, dim, dtype=dtype)
             dispatch.segpaged_attention(query, pool, pool, heads, layout, 1.0, implementation="triton")
+        keys, at = pool.transpose(0, 1)[:100], torch.arange(100)
+        dispatch.attention_mass(query, keys, at, 1.0, implementation="triton")
         query, pages = torch.zeros(2, query_heads // kv_heads, dim, dtype=dtype), torch.zeros(9, 16, dim, dtype=dtype)
         tables, lengths = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
         dispatch.block_sparse_attention(query, pages, pages, tables, lengths, 1.0, implementation="triton")
@@ -64,7 +69,7 @@ import torch
 from compiling import compile_only, compiled
 from kvgraft.kernels import dispatch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 compile_only()
 """
 
@@ -73,12 +78,13 @@ compile_only()
 @pytest.mark.parametrize(
     ("calls", "kernels"),
     [
-        (ALIGN, {"_align_copy"}),
+        (HALF + ALIGN, {"_align_copy"}),
         (TOPK, {"_radix"}),
-        pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join"}, marks=pytest.mark.slow),
+        pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.slow),
+        pytest.param(HALF + ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.soak),
         pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
     ],
-    ids=["align", "topk", "attention", "flows"],
+    ids=["align", "topk", "attention", "attention, three dtypes", "flows"],
 )
 def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -230,7 +230,7 @@ def test_between_requests_popular_text_becomes_exact_for_its_tenant_alone(readin
     assert all(entry["route"] for entry in reading_server.status(ALICE)["recent"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_requests_that_come_meanwhile_are_answered_and_it_is_read_in_the_end(reading_server: RunningServer, texts: Any):
     before = num_read(reading_server)
     document, num_tokens = read_behind(reading_server, texts, ALICE, 3500)

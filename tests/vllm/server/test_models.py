@@ -15,7 +15,7 @@ FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--kvgraft-cos
 MESSAGE = {"role": "user", "content": "where is the hen? " * 20}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_is_asked_by_its_name_and_through_its_own_chat_template(cache: Path, tmp_path: Path):
     make_gguf(tmp_path / "mine.gguf", hidden_size=128, max_position_embeddings=1024)
     directory = get_model(tmp_path / "mine.gguf").directory

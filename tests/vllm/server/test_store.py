@@ -88,6 +88,7 @@ def test_the_pool(first: RunningServer, texts: Any):
         assert reused(first, ALICE, change(document)) > 400
 
 
+@pytest.mark.soak
 def test_host_memory(first: RunningServer, texts: Any):
     for change in (moved, edited, str):
         document = texts.document()
