@@ -81,6 +81,14 @@ def test_the_holder_comes_first_only_while_waiting_is_shorter_than_the_gain(cloc
         assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == best
 
 
+@pytest.mark.parametrize(("least_s", "best"), [(0.0, "a"), (0.5, "b")])
+def test_known_text_counts_more_when_all_have_to_wait(clock: Clock, least_s: float, best: str):
+    """A second that is not computed is one that nobody behind has to wait."""
+    later = 1.3 * 2000 / 8000  # than what is gained at the holder
+    ranking = ranking_of(clock, a=report(waiting_s=least_s), b=report(FIRST, waiting_s=least_s + later))
+    assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers[0] == best
+
+
 def test_what_waits_is_read_while_time_passes(clock: Clock):
     ranking = ranking_of(clock, a=report(), b=report(FIRST, waiting_s=2.0))
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a"

@@ -16,6 +16,7 @@ from kvgraft.segments.fingerprints import Fingerprints
 
 SILENCE = 30.0  # seconds after which what a server said counts no longer
 HEARTBEAT = 10.0  # seconds after which a server says something new, even if nothing has changed
+TINY = 1e-12  # seconds
 IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, and one request more
 
 
@@ -77,6 +78,10 @@ class Ranked(Generic[Server]):
 class Ranking(Generic[Server]):
     """Ranks the servers of a fleet for one prompt after the other. For one thread.
 
+    The best is where the first token is expected soonest, as long as some server has nothing to do. When all have,
+    others wait for what this prompt computes, too, and its seconds count as often: what is computed less then is the
+    fleet's throughput.
+
     A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has `imbalance` times as much in
     flight as the mean, and one request more, comes last, whatever it holds.
 
@@ -135,6 +140,8 @@ class Ranking(Generic[Server]):
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
             # one pace for all: a server that was slow once, and gets nothing since, would stay slow
             prefill_s = expected.prefill_s * median(state.report.pace for state in states if state is not None)
+            # prompts that wait even where least does: they have to wait for this one's seconds, too
+            prefill_s *= 1.0 + seconds[is_heard].min() / max(prefill_s.mean(), TINY)
             seconds[is_heard] += prefill_s
             seconds[~is_heard] += prefill_s.max()  # as long as on the one that holds least
         over = loads > self._imbalance * loads.mean() + 1
