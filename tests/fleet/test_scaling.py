@@ -1,13 +1,11 @@
 """A fleet of which no server is left while nobody asks."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
-from fleets import ADMIN, ALICE, Corpus, RunningFleet, ask, running_fleet
+from fleets import ADMIN, Corpus, RunningFleet, ask, running_fleet
 
 from kvgraft.testbed import MODEL_DIR
 from models import make_adapter
