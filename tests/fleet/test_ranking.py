@@ -1,5 +1,7 @@
 """Which server a prompt goes to."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +89,13 @@ def test_known_text_counts_more_when_all_have_to_wait(clock: Clock, least_s: flo
     later = 1.3 * 2000 / 8000  # than what is gained at the holder
     ranking = ranking_of(clock, a=report(waiting_s=least_s), b=report(FIRST, waiting_s=least_s + later))
     assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers[0] == best
+
+
+def test_costs_may_be_nothing(clock: Clock):
+    free = replace(report(), costs=Costs(0.0, 0.0, 0.0, 0.0))
+    ranking = ranking_of(clock, a=free, b=replace(free, waiting_s=1.0))
+    with np.errstate(all="raise"):
+        assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers == ["a", "b"]
 
 
 def test_what_waits_is_read_while_time_passes(clock: Clock):

@@ -1,5 +1,6 @@
 """A fleet of which no server is left while nobody asks."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def test_what_was_frozen_and_loaded_is_there_when_somebody_asks_again(fleet: Run
         assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
         before = ask(client, corpus.prompt(0), model="terse", max_tokens=8)
         fleet.wait_for(0)
+        assert client.get("/-/healthz").status_code == 200  # Ray's: it wakes nobody
+        time.sleep(3.0)
+        assert fleet.replicas() == []
         assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 503
         after = ask(client, corpus.prompt(0), model="terse", max_tokens=8)
         assert (before.status, after.status) == (200, 200)
