@@ -8,7 +8,7 @@ from kvgraft.segments.matches import Match
 
 def match(start: int, length: int, source_start: int = 0, first_page: int = 50, block_size: int = 4) -> Match:
     num_pages = -(-(source_start % block_size + length) // block_size)
-    return Match(start, length, source_start, np.arange(first_page, first_page + num_pages), 0)
+    return Match(start, length, source_start, np.arange(first_page, first_page + num_pages), 0, 0)
 
 
 def positions(mask: torch.Tensor) -> list[int]:

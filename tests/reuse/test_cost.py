@@ -16,7 +16,7 @@ FLAT = Costs(pass_s=0.0, token_s=1.0, pair_s=0.0, copy_s=0.0)
 
 
 def match(start: int, length: int) -> Match:
-    return Match(start, length, 0, np.zeros(-(-length // 16), np.int32), 0)
+    return Match(start, length, 0, np.zeros(-(-length // 16), np.int32), 0, 0)
 
 
 def seconds(costs: Costs, where: np.ndarray) -> float:

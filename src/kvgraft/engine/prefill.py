@@ -70,7 +70,7 @@ class NativePrefill(PagedPrefill):
         self.residual_layers = tuple(cache.residuals)
         self._decoder = decoder
         self._cache = cache
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._sources = sources
         self._rows: Rows | None = None
         self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None  # layer, input, queries, keys and values
@@ -78,7 +78,7 @@ class NativePrefill(PagedPrefill):
         self.ffn_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
 
     def embed(self, where: Tensor) -> Hidden:
-        tokens = self._token_ids[where].to(self._decoder.device, non_blocking=True)
+        tokens = self.token_ids[where].to(self._decoder.device, non_blocking=True)
         return Hidden(self._decoder.embed(tokens), where)
 
     def graft(self, layers: range) -> None:

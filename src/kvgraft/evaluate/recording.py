@@ -98,7 +98,7 @@ class Recording(PrefillContext):
     """Another context, watched."""
 
     def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
-        self.plan, self.block_size = inner.plan, inner.block_size
+        self.plan, self.token_ids, self.block_size = inner.plan, inner.token_ids, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
         self.head_map, self.head_paging = inner.head_map, inner.head_paging
         self.counts, self.residual_layers, self.local_layers = inner.counts, inner.residual_layers, inner.local_layers

@@ -53,6 +53,7 @@ class PrefillContext(ABC):
 
     Attributes:
         plan: which tokens are prefix, grafted, fresh.
+        token_ids: int64 [T], of the prompts of `plan`.
         num_layers: of the model.
         num_kv_heads: that this context has queries, keys and values of; other ranks may have others (`over_heads`).
         block_size: tokens in a block.
@@ -64,6 +65,7 @@ class PrefillContext(ABC):
     """
 
     plan: Plan
+    token_ids: Tensor
     num_layers: int
     num_kv_heads: int
     block_size: int

@@ -156,7 +156,7 @@ def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: i
 
 def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
     """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
-    plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0)])
+    plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)])
     return _least(lambda: context(plan), lambda ctx: ctx.graft(range(1)), SMALL_REPEATS)
 
 

@@ -46,6 +46,7 @@ class Plan:
         graft_targets: int64 [g], positions in 0..T of the tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
+        graft_readings: int64 [g], identity of the sequence that each one was read in (`Match.source`).
         ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
     """
 
@@ -55,6 +56,7 @@ class Plan:
     graft_targets: Tensor
     graft_sources: Tensor
     graft_shifts: Tensor
+    graft_readings: Tensor
     ends_in_graft: tuple[bool, ...]
 
     @classmethod
@@ -87,6 +89,7 @@ class Plan:
         targets = _joined(np.arange(m.start, m.start + m.length) for m in matches)
         sources = _joined(m.source_slots(block_size) for m in matches)
         shifts = _joined(np.full(m.length, m.start - m.source_start) for m in matches)
+        readings = _joined(np.full(m.length, m.source) for m in matches)
         order = targets.argsort()
         order = order[targets[order] < num_tokens - 1]
         return cls(
@@ -96,6 +99,7 @@ class Plan:
             graft_targets=targets[order],
             graft_sources=sources[order],
             graft_shifts=shifts[order],
+            graft_readings=readings[order],
             ends_in_graft=(ends_in_graft,),
         )
 
@@ -118,6 +122,7 @@ class Plan:
             torch.cat([plan.graft_targets + int(start) for plan, start in zip(plans, starts, strict=False)]),
             torch.cat([plan.graft_sources for plan in plans]),
             torch.cat([plan.graft_shifts for plan in plans]),
+            torch.cat([plan.graft_readings for plan in plans]),
             tuple(ends for plan in plans for ends in plan.ends_in_graft),
         )
 
@@ -125,7 +130,7 @@ class Plan:
         """The same prompts with every grafted token fresh: full recomputation above the exact hits."""
         none = torch.zeros(0, dtype=torch.int64)
         kinds = torch.where(self.grafted, torch.tensor(Kind.FRESH, dtype=torch.uint8), self.kinds)
-        return Plan(kinds, self.lengths, self.block_size, none, none, none, (False,) * len(self.lengths))
+        return Plan(kinds, self.lengths, self.block_size, none, none, none, none, (False,) * len(self.lengths))
 
     def part(self, start: int, stop: int) -> "Plan":
         """One prompt without grafts up to `stop`, when everything before `start` has been computed."""

@@ -198,7 +198,7 @@ class VirtualBlockIndex:
     def as_match(self, start: int, length: int, source_start: int, ids: np.ndarray) -> Match:
         """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover it by blocks."""
         pages, depth = self._entries.page[ids], int(self._entries.depth[ids].max())
-        return Match(start, length, source_start, pages, depth)
+        return Match(start, length, source_start, pages, depth, int(self._entries.source[ids[0]]))
 
     def _check_insertion(
         self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int

@@ -13,6 +13,7 @@ class Match:
         source_start: position in the source of the first token; any token, not only a block's first.
         pages: int32, physical blocks that cover [source_start, source_start + length) of the source.
         depth: the greatest of the blocks: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        source: identity of the sequence that the tokens were read in.
     """
 
     start: int
@@ -20,6 +21,7 @@ class Match:
     source_start: int
     pages: np.ndarray
     depth: int
+    source: int
 
     def source_slots(self, block_size: int) -> np.ndarray:
         """Slot of each token in the paged KV pool, int64 [length]."""
@@ -34,7 +36,6 @@ class Match:
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             start = max(begin * block_size - first, 0)
             length = min(end * block_size - first, self.length) - start
-            parts.append(
-                Match(self.start + start, length, self.source_start + start, self.pages[begin:end], self.depth)
-            )
+            moved = self.start + start, length, self.source_start + start
+            parts.append(Match(*moved, self.pages[begin:end], self.depth, self.source))
         return parts

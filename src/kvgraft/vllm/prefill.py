@@ -71,7 +71,7 @@ class VllmPrefill(PagedPrefill):
         windows = enumerate(host.windows)
         self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
         self._host = host
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._spend = spend
         self._where: Tensor | None = None
         self._chunks: list[PrefillChunk] = []
@@ -79,7 +79,7 @@ class VllmPrefill(PagedPrefill):
         self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
 
     def embed(self, where: Tensor) -> Hidden:
-        return Hidden(embed(self._host, self._token_ids[where]), where)
+        return Hidden(embed(self._host, self.token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
         self._align([at for index in layers for at in self._host.attentions_of(index)])
@@ -117,7 +117,7 @@ class VllmPrefill(PagedPrefill):
         for before in entered:
             where &= before.where
         taken = entered or [hidden] * drafter.takes_hidden
-        tokens, states = drafter.inputs_of(self._token_ids, where), [before.only(where).states for before in taken]
+        tokens, states = drafter.inputs_of(self.token_ids, where), [before.only(where).states for before in taken]
         for chunk in self._chunks_of(where):
             self._spend(chunk.positions.numel())
             given = None
