@@ -27,7 +27,7 @@ def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_acr
     matches, start = [], 0
     for number, length in enumerate(lengths):
         start += data.draw(st.integers(0, 3))  # fresh tokens before it
-        matches.append(Match(start, length, 100 * number, np.arange(length), 0))
+        matches.append(Match(start, length, 100 * number, np.arange(length), 0, number))
         start += length
     plan = Plan.for_prompt(start + 1, 4, matches=matches)
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=start + 1, max_size=start + 1))) & plan.grafted
@@ -74,8 +74,8 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
         ask(engine, policy)
         for policy in (
             Naive(),
-            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.0),
-            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.7),
+            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.0, alike_share=1.0),
+            Spread(start_share=1.0, recompute_share=0.1, spread_share=0.7, alike_share=1.0),
         )
     )
     plan, chosen = apart.plan, apart.computed[-1] & apart.plan.grafted
@@ -103,7 +103,8 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
 def test_the_first_tokens_of_a_segment_tell_nothing_of_the_others(engine: Engine):
     """An edit before them changes them in ways of its own."""
     (_, apart), (_, spread) = (
-        ask(engine, Spread(start_share=1.0, recompute_share=0.0, spread_share=share)) for share in (0.0, 1.0)
+        ask(engine, Spread(start_share=1.0, recompute_share=0.0, spread_share=share, alike_share=1.0))
+        for share in (0.0, 1.0)
     )
     assert int((apart.computed[-1] & apart.plan.grafted).sum()) == 16
     torch.testing.assert_close(spread.keys, apart.keys, atol=1e-5, rtol=0)

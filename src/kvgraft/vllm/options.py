@@ -152,7 +152,8 @@ class Report(PrefillReport):
         spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
         registered_blocks: blocks that later requests can graft from.
         counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
-            them; `promoted_heads`: local ones that saw everything, over all layers. Empty if its policy counts nothing.
+            them; `promoted_heads`: local ones that saw everything, over all layers; `distinguishing_tokens`: recomputed
+            because their segment looks alike. Empty if its policy counts nothing.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
         would_graft_tokens: that a server that only discovers would have grafted, had it been live.
         guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvgraft.kernels.memoised import memoised
 from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.contrast import distinguishing_tokens
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
 
@@ -36,6 +37,9 @@ class Spread(SelectsInRounds):
     among others, whose cached keys are wrong in the same way, and spreading what changes in these turns attention
     away from the whole segment.
 
+    Segments of the same wording that were read apart (price lists, tickets, table rows) cannot be told apart by what is
+    cached of them. Where they differ they are recomputed, too, before the rounds (`prefill.contrast`).
+
     Raises:
         ValueError: an option outside its range.
     """
@@ -44,6 +48,7 @@ class Spread(SelectsInRounds):
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
+    alike_share: float = 0.2  # of a segment in shared phrases, from which on what differs is recomputed
     score_layers: int = 2  # over which attention is summed
     recompute_share: float = 0.025
     first_share: float = 0.6
@@ -54,6 +59,7 @@ class Spread(SelectsInRounds):
         super().__post_init__()
         require_at_least("start_tokens", self.start_tokens, 0)
         require_share("start_share", self.start_share)
+        require_share("alike_share", self.alike_share)
         require_at_least("score_layers", self.score_layers, 1)
         require_share("spread_share", self.spread_share)
         require_at_least("spread_tokens", self.spread_tokens, 1)
@@ -96,7 +102,11 @@ class Spread(SelectsInRounds):
                     scores += self.score(ctx, index, asking)
             return scores
 
-        return self.choose(ctx.plan, ctx.plan.segment_starts(self.start_tokens, self.start_share), score)
+        starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
+        differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
+        for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
+            counts["distinguishing_tokens"] += int(differing[prompt].sum())
+        return self.choose(ctx.plan, starts | differing, score)
 
     def _telling(self, plan: Plan, chosen: Tensor) -> Tensor:
         """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""

@@ -1,0 +1,294 @@
+"""Which tokens tell alike text apart."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgraft import Engine, Request, Result, SamplingParams, Segment
+from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.prefill.contrast import (
+    CONTEXT_TOKENS,
+    HEAD_TOKENS,
+    MOST_SHARE,
+    NEAR_TOKENS,
+    PHRASE_TOKENS,
+    SLOT_TOKENS,
+    START_TOKENS,
+    VALUE_TOKENS,
+    WORDING_SHARE,
+    WORDING_TOKENS,
+    distinguishing_tokens,
+)
+from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.policies import Spread, parse_policy
+from kvgraft.segments.matches import Match
+from kvgraft.testbed import MODEL_DIR
+from properties import examples
+
+FORM = [10, 11, 12, 13, 14, 15, 0, 16, 17, 18, 19, 20, 21, 0, 22, 23, 24, 25, 26, 27]  # 0: a value
+
+
+ALIKE = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    6,
+    7,
+    12,
+    13,
+    14,
+]  # the beginning, values, and what stands next to them: more would be over half
+
+
+def filled(*values: int) -> list[int]:
+    rest = iter(values)
+    return [next(rest) if token == 0 else token for token in FORM]
+
+
+def plan_of(lengths: list[int], readings: list[int | None], block_size: int = 4) -> Plan:
+    """Texts of these lengths, one behind the other; None: not grafted. A token follows that is computed."""
+    matches, start = [], 0
+    for number, (length, reading) in enumerate(zip(lengths, readings, strict=True)):
+        if reading is not None:
+            pages = np.arange(-(-length // block_size))
+            matches.append(Match(start, length, 400 * (number + 1), pages, 0, reading))
+        start += length
+    return Plan.for_prompt(start + 1, block_size, matches=matches)
+
+
+def chosen(texts: list[list[int]], readings: list[int | None], alike_share: float = 0.3) -> list[int]:
+    plan = plan_of([len(text) for text in texts], readings)
+    tokens = torch.tensor([token for text in texts for token in text] + [999])
+    found = distinguishing_tokens(plan, tokens, alike_share)
+    assert not (found & ~plan.grafted).any()
+    return found.nonzero()[:, 0].tolist()
+
+
+def test_values_of_a_form_are_found_with_their_neighbours():
+    assert chosen([filled(50, 51), filled(60, 61)], [1, 2]) == [*ALIKE, *(20 + at for at in ALIKE)]
+
+
+def test_text_that_was_read_together_is_told_apart_already():
+    assert chosen([filled(50, 51), filled(60, 61)], [1, 1]) == []
+
+
+def test_turns_that_move_together_were_read_together():
+    texts = [filled(50, 51), filled(60, 61)]
+    matches = [Match(at, 20, 100 + at, np.arange(8), 0, 7 + at) for at in (0, 20)]
+    tokens = torch.tensor([*texts[0], *texts[1], 999])
+    assert not distinguishing_tokens(Plan.for_prompt(41, 4, matches=matches), tokens, 0.3).any()
+    apart = [matches[0], Match(20, 20, 300, np.arange(5), 0, 99)]
+    plan = Plan.for_prompt(41, 4, matches=apart)
+    assert distinguishing_tokens(plan, tokens, 0.3).any()
+    both = Plan.batch([plan, Plan.for_prompt(41, 4, matches=matches)])
+    found = distinguishing_tokens(both, torch.cat([tokens, tokens]), 0.3)
+    assert found[:41].any()
+    assert not found[41:].any()
+
+
+def test_a_new_text_of_the_same_form_counts_as_another():
+    assert chosen([filled(50, 51), filled(60, 61)], [1, None]) == ALIKE
+    edge = filled(60, 61)[:6]  # less than two blocks: what a match of whole blocks leaves of a segment
+    assert chosen([filled(50, 51), edge], [1, None]) == []
+
+
+def test_equal_texts_and_unlike_texts_have_nothing_that_differs():
+    assert chosen([filled(50, 51), filled(50, 51)], [1, 2]) == []
+    assert chosen([list(range(100, 130)), list(range(200, 230))], [1, 2]) == []
+
+
+def test_only_segments_that_share_enough_look_alike():
+    texts = [[*filled(50, 51), *range(100, 160)], [*filled(60, 61), *range(200, 210)]]  # 18 of 80, of 30 tokens
+    found = chosen(texts, [1, 2], 0.3)
+    assert found == [80 + at for at in (*ALIKE, *range(19, 30))]
+    assert chosen(texts, [1, 2], 0.7) == []
+    other = [*filled(70, 71), *range(500, 510)]
+    assert {at for at in chosen([*texts, other], [1, 2, 3], 0.3) if at < 80} == set()
+
+
+def test_texts_of_few_words_do_not_look_alike():
+    """As in the bundled model's language, where four words in a row recur by chance."""
+    texts = [[*FORM[:5], 50, *FORM[14:19], 51], [*FORM[:5], 60, *FORM[14:19], 61]]
+    assert chosen(texts, [1, 2]) == []
+
+
+def test_of_long_stretches_the_beginning_is_recomputed():
+    for length, expected in ((SLOT_TOKENS, SLOT_TOKENS), (SLOT_TOKENS + 1, HEAD_TOKENS)):
+        texts = [[*FORM[:6], *range(at, at + length), *FORM[14:20], *range(300, 340)] for at in (100, 200)]
+        found = chosen(texts, [1, 2])
+        assert [at for at in found if at < len(texts[0])] == [*range(4), *range(4, 6 + expected + NEAR_TOKENS)]
+
+
+def test_a_value_that_some_of_the_others_share_is_found_too():
+    values = [(50, 70), (51, 70), (52, 71), (53, 71)]
+    names, places = ({size * len(FORM) + at for size in range(4)} for at in (6, 13))
+    assert names | places < {*chosen([filled(*pair) for pair in values], [1, 2, 3, 4])}
+    together = [(50, 70), (50, 70), (50, 71), (50, 71)]
+    assert places < {*chosen([filled(*pair) for pair in together], [1, 2, 3, 4])}
+
+
+def test_what_an_earlier_prompt_has_left_in_place_stays():
+    texts = [filled(50, 51), filled(60, 61)]
+    match = Match(20, 20, 300, np.arange(5), 0, 2)
+    plan = Plan.for_prompt(41, 4, prefix_blocks=range(5), matches=[match], in_place=range(5))
+    found = distinguishing_tokens(plan, torch.tensor([*texts[0], *texts[1], 999]), 0.3)
+    assert plan.grafted[:20].all()
+    assert not found[:20].any()
+    assert found[20:].any()
+
+
+def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
+    """As A and B of one prompt and C and D of another are asked as A, D, C: A and D stand where they stood."""
+    texts = [filled(50, 51), filled(60, 61), filled(70, 71)]
+    sources = [(0, 0, 1), (20, 20, 2), (40, 0, 2)]  # place, place where it was read, reading
+    matches = [Match(at, 20, origin, np.arange(12), 0, source) for at, origin, source in sources]
+    tokens = torch.tensor([token for text in texts for token in text] + [999])
+    found = distinguishing_tokens(Plan.for_prompt(61, 2, matches=matches), tokens, 0.3)
+    assert found[40:].any()
+    assert found[:40].any()
+
+
+def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
+    """The definition, token by token."""
+    total, prompts = plan.num_tokens, [n for n, length in enumerate(plan.lengths) for _ in range(length)]
+    readings, moves = [-1] * total, [-1] * total
+    columns = (plan.graft_targets.tolist(), plan.graft_readings.tolist(), plan.graft_shifts.tolist())
+    for target, reading, move in zip(*columns, strict=True):
+        readings[target], moves[target] = reading, move
+    segments, number = [], -1
+    for at in range(total):
+        before = (prompts[at - 1], int(plan.segments[at - 1])) if at else None
+        number += before != (prompts[at], int(plan.segments[at]))
+        segments.append(number)
+    copied = plan.grafted.tolist()
+
+    def apart(places: list[int]) -> bool:
+        return len({readings[at] for at in places}) > 1 and len({moves[at] for at in places}) > 1
+
+    def in_shared(length: int) -> list[bool]:
+        found: dict[tuple[int, ...], list[int]] = {}
+        for at in range(total - length + 1):
+            is_edge = not copied[at] and segments.count(segments[at]) < 2 * plan.block_size
+            if segments[at] == segments[at + length - 1] and not is_edge:
+                found.setdefault((prompts[at], *tokens[at : at + length]), []).append(at)
+        shared = [False] * total
+        for places in found.values():
+            for at in places if apart(places) else ():
+                shared[at : at + length] = [True] * length
+        return shared
+
+    shared, phrases = in_shared(WORDING_TOKENS), in_shared(PHRASE_TOKENS)
+    members = {segment: [at for at in range(total) if segments[at] == segment] for segment in segments}
+    candidates = {
+        segment
+        for segment, mine in members.items()
+        if copied[mine[0]] and sum(shared[at] for at in mine) >= max(WORDING_SHARE * len(mine), 1)
+    }
+    alike = set()
+    for prompt in range(len(plan.lengths)):
+        mine = [segment for segment in candidates if prompts[members[segment][0]] == prompt]
+        tokens_of = [at for segment in mine for at in members[segment]]
+        if sum(phrases[at] for at in tokens_of) >= max(alike_share * len(tokens_of), 1):
+            alike |= set(mine)
+    slots: set[int] = set()
+    for segment in alike:
+        run: list[int] = []
+        for at in [*members[segment], None]:
+            if at is not None and not shared[at]:
+                run.append(at)
+            else:
+                slots |= set(run if len(run) <= SLOT_TOKENS else run[:HEAD_TOKENS])
+                run = []
+
+    before, behind = CONTEXT_TOKENS
+    values: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for length in range(1, VALUE_TOKENS + 1):
+        for at in range(before, total - length - behind + 1):
+            if segments[at - before] == segments[at + length + behind - 1] and (
+                segments[at] in alike or not copied[at]
+            ):
+                context = tokens[at - before : at] + tokens[at + length : at + length + behind]
+                values.setdefault((prompts[at], *context), []).append((at, at + length))
+    for spans in values.values():
+        differ = [{tokens[first] for first, _ in spans}, {tokens[stop - 1] for _, stop in spans}]
+        if apart([first for first, _ in spans]) and min(map(len, differ)) > 1:
+            slots |= {at for first, stop in spans for at in range(first, stop) if segments[first] in alike}
+
+    wide = [False] * total
+    for mine in members.values():
+        if not slots & set(mine):
+            continue
+        for reach in (NEAR_TOKENS, 1):
+            taken = {at for at in mine if any(near in slots for near in mine if abs(near - at) <= reach)}
+            taken |= set(mine[:START_TOKENS])
+            if len(taken) <= MOST_SHARE * len(mine):
+                break
+        for at in taken:
+            wide[at] = True
+    in_place = plan.in_place.tolist()
+    return [wide[at] and copied[at] and not in_place[at] for at in range(total)]
+
+
+@examples(150)
+@given(st.data())
+def test_it_is_what_its_definition_says(data: st.DataObject):
+    plans, tokens = [], []
+    for _ in range(data.draw(st.integers(1, 2))):
+        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+        readings = data.draw(st.lists(st.none() | st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+        plans.append(plan_of(lengths, readings))
+        tokens += data.draw(st.lists(st.integers(0, 2), min_size=plans[-1].num_tokens, max_size=plans[-1].num_tokens))
+    plan, share = Plan.batch(plans), data.draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))
+    found = distinguishing_tokens(plan, torch.tensor(tokens), share)
+    assert found.tolist() == slow(plan, tokens, share)
+
+
+SHEETS = [
+    " ".join(
+        f"the code of {thing} is {number} . the old market rested near the meadow . the bright house ended ."
+        for thing, number in zip(things, numbers, strict=True)
+    )
+    for things, numbers in ((("lamp", "bell"), (42, 17)), (("jade", "cup"), (90, 23)), (("fork", "lock"), (84, 36)))
+]
+
+
+def ask(engine: Engine, policy: str) -> tuple[Result, Record]:
+    recorded = Recorded(parse_policy(policy))
+    parts = [part for sheet in SHEETS for part in ("then : ", Segment(sheet))]
+    request = Request([*parts, " question : code of jade ? answer :"], recorded, SamplingParams(1), remember=False)
+    [result] = engine.generate([request])
+    assert result.error is None
+    return result, recorded.record
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_spread_recomputes_them_in_every_layer_and_counts_them(together: bool):
+    engine = Engine(MODEL_DIR, dtype="float32", kv_gib=0.5)
+    readings = [SHEETS] if together else [[sheet] for sheet in SHEETS]
+    for number, sheets in enumerate(readings):
+        parts = [Segment(sheet) for sheet in sheets]
+        engine.generate([Request([f"note {number} : ", *parts], "full", SamplingParams(max_tokens=1))])
+    (plain, _), (ours, record) = (ask(engine, policy) for policy in ("spread:alike_share=1.0", "spread"))
+    differing = ours.report.counts["distinguishing_tokens"]
+    assert plain.report.counts["distinguishing_tokens"] == 0
+    if together:
+        assert differing == 0
+        assert ours.report.recomputed_tokens == plain.report.recomputed_tokens
+    else:
+        assert 3 * 4 * 2 / 2 < differing < 0.7 * ours.report.grafted_tokens
+        assert ours.report.recomputed_tokens > plain.report.recomputed_tokens
+    assert int(record.computed[-1].sum()) == ours.report.recomputed_tokens + ours.report.fresh_tokens
+
+
+def test_the_share_is_checked():
+    with pytest.raises(ValueError, match="alike_share"):
+        Spread(alike_share=1.5)
+
+
+def test_two_neighbours_are_taken_where_enough_is_left():
+    texts = [[*filled(value, value + 1), *range(200, 220)] for value in (50, 60)]
+    assert chosen(texts, [1, 2])[:14] == [*range(9), *range(11, 16)]
