@@ -110,6 +110,19 @@ def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[EvalRow], tmp_
     assert again == resumed
 
 
+def test_scores_alone_are_those_of_an_evaluation_with_distances(host: NativeHost, rows: list[EvalRow], tmp_path: Path):
+    scoring = NativeHost(host.engine, distances=False)
+    found = runner.run(replace(SETTINGS, order_noise=True), scoring, tmp_path / "scores")
+    assert all(row.answer.distances == {} for row in found)
+    assert {row.policy for row in found} == {*POLICIES, ORDER_NOISE}
+    texts = {(row.cluster, row.number, row.policy): (row.score, row.answer.text) for row in rows}
+    mine = {(row.cluster, row.number, row.policy): (row.score, row.answer.text) for row in found}
+    assert {key: mine[key] for key in texts} == texts
+    results.write_tables(found, tmp_path, "scores only")
+    with pytest.raises(ValueError, match="distances"):
+        runner.run(replace(SETTINGS, order_noise=True), host, tmp_path / "scores")
+
+
 def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: Path):
     runner.run(SETTINGS, host, tmp_path)
     other = EvalSettings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)

@@ -37,6 +37,9 @@ ChatOption = Annotated[
     bool | None,
     typer.Option(help="Write prompts of real text in the chat template of the model.", show_default="if it has one"),
 ]
+ScoresOnlyOption = Annotated[
+    bool, typer.Option("--scores-only", help="Do not measure answers along that of full: half the time.")
+]
 OrderNoiseOption = Annotated[
     bool, typer.Option("--order-noise", help="Also ask full with the reused segments in other orders: the unit.")
 ]

@@ -17,6 +17,7 @@ from kvgraft.cli.options import (
     ModelArgument,
     ModelOption,
     OrderNoiseOption,
+    ScoresOnlyOption,
     app,
     check_output,
     console,
@@ -36,7 +37,7 @@ BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 
 @app.command("eval")
 def evaluate(
-    suite: Annotated[str, typer.Option(help="By commas: all, ruler, multihop, ..., docs or files (.json, .jsonl).")],
+    suite: Annotated[str, typer.Option(help="By commas: all, ruler, ..., docs, alike or files (.json, .jsonl).")],
     policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
         "full,naive,epic,cacheblend,prophet,sparsex,transitive,spread"
     ),
@@ -58,6 +59,7 @@ def evaluate(
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
     order_noise: OrderNoiseOption = False,
+    scores_only: ScoresOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
@@ -80,7 +82,7 @@ def evaluate(
     engine["policies"] = settings.policies
     with (
         progress_console.status(f"starting {host}"),
-        open_host(host, model, dtype=dtype, **engine) as opened,
+        open_host(host, model, dtype=dtype, distances=not scores_only, **engine) as opened,
         progress_bar(progress_console, "evaluating") as on_progress,
     ):
         rows = runner.run(settings, opened, out, on_progress)

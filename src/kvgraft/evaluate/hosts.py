@@ -91,10 +91,14 @@ class Host(Protocol):
 
 class NativeHost:
     """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind. Policies that keep a
-    part of documents find those that phase 1 read, on their own."""
+    part of documents find those that phase 1 read, on their own.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    Args:
+        distances: measure each answer along full's, too, which takes one more answer wherever the two differ.
+    """
+
+    def __init__(self, engine: Engine, *, distances: bool = True) -> None:
+        self.engine, self._distances = engine, distances
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -107,7 +111,7 @@ class NativeHost:
             "layers": config.num_layers, "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device), "head map": self.engine.head_map.digest if self.engine.head_map else None,
             "head paging": self.engine.memory.cache.layout.num_local_lists > 0,
-        }  # fmt: skip
+        } | ({} if self._distances else {"distances": False})  # fmt: skip
 
     def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
@@ -125,17 +129,19 @@ class NativeHost:
             for name, result in results.items():
                 yield number, name, self._answer(asked[name], result, truth)
             if orders:
-                others = [_request("full", other, reused, chat) for other in orders[number]]
+                others = [
+                    _request("full", other, reused, chat) for other in orders[number][: None if self._distances else 1]
+                ]
                 noise = [self._answer(other, send(self.engine, other), truth) for other in others]
                 yield number, ORDER_NOISE, _mean(noise or [self._answer(asked["full"], truth, truth)])
 
     def _answer(self, request: Request, result: Result, truth: Result) -> Answer:
         report = result.report
+        far = native_distances(self.engine, request, result, truth) if self._distances else {}
         return Answer(
             result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
             report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
-            report.kv_bytes, native_distances(self.engine, request, result, truth), report.ffn_flops,
-            dict(report.counts),
+            report.kv_bytes, far, report.ffn_flops, dict(report.counts),
         )  # fmt: skip
 
 
@@ -157,10 +163,11 @@ class HttpHost:
     Args:
         model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is what the server
             calls the model.
+        distances: as of `NativeHost`.
     """
 
-    def __init__(self, url: str, model_dir: Path | None = None) -> None:
-        self.url, self._model_dir = url.rstrip("/"), model_dir
+    def __init__(self, url: str, model_dir: Path | None = None, *, distances: bool = True) -> None:
+        self.url, self._model_dir, self._distances = url.rstrip("/"), model_dir, distances
         self.client = httpx.Client(timeout=TIMEOUT_S)
         self._is_warm = False
         try:
@@ -180,7 +187,7 @@ class HttpHost:
         return find_chat(load_tokenizer(where))
 
     def describe(self) -> dict[str, Any]:
-        return {"host": "http", "model": self.model}
+        return {"host": "http", "model": self.model} | ({} if self._distances else {"distances": False})
 
     def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
         if policies[0] != "full":
@@ -198,11 +205,14 @@ class HttpHost:
             if orders:
                 noise = [
                     self._compared(*self._ask(item, "full", other), truth, item, "full", other)
-                    for other in orders[number]
+                    for other in orders[number][: None if self._distances else 1]
                 ]
                 yield number, ORDER_NOISE, _mean(noise or [full])
 
     def _compared(self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, ask: Ask) -> Answer:
+        if not self._distances:
+            return answer
+
         def give(tokens: tuple[int, ...]) -> Told:
             return self._ask(item, policy, ask, tokens)[1]
 
@@ -248,25 +258,26 @@ def _mean(answers: Sequence[Answer]) -> Answer:
 
 
 @contextmanager
-def open_host(where: str, model: Path, *, dtype: str | None, **engine: Any) -> Iterator[Host]:
+def open_host(where: str, model: Path, *, dtype: str | None, distances: bool = True, **engine: Any) -> Iterator[Host]:
     """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
 
     Args:
         model: of a server that is running, where its tokenizer lies; the bundled one says nothing of it.
+        distances: as of `NativeHost`.
         engine: of the native engine only.
 
     Raises:
         ValueError: none of these, or no server answers.
     """
     if where == "native":
-        yield NativeHost(Engine(model, dtype=dtype, **engine))
+        yield NativeHost(Engine(model, dtype=dtype, **engine), distances=distances)
     elif where == "vllm":
         from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
 
         flags = ("--dtype", dtype) if dtype else ()
         with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:  # whatever takes how long here
-            yield HttpHost(server.url)
+            yield HttpHost(server.url, distances=distances)
     elif where.startswith(("http://", "https://")):
-        yield HttpHost(where, None if model == MODEL_DIR else model)
+        yield HttpHost(where, None if model == MODEL_DIR else model, distances=distances)
     else:
         raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Protocol
 
+from kvgraft.evaluate.tasks.alike import make_alike
 from kvgraft.evaluate.tasks.files import load_suite
 from kvgraft.evaluate.tasks.generated import GENERATED
 from kvgraft.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape
 from kvgraft.evaluate.tasks.texts import SPLITS, check_split
 
-DOCS = "docs"
+DOCS, ALIKE = "docs", "alike"
 
 
 class TaskSuite(Protocol):
@@ -50,6 +51,8 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
             from kvgraft.evaluate.tasks.docs import make_docs  # torch takes a second to load
 
             found.append(make_docs(split))
+        elif name == ALIKE:
+            found.append(make_alike(split))
         elif "/" in name or Path(name).suffix:
             found.append(load_suite(Path(name), split))
         else:
@@ -62,7 +65,7 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
 
 
 def _choices() -> str:
-    return f"all, {', '.join(GENERATED)}, {DOCS}, or give a file"
+    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, or give a file"
 
 
 __all__ = [

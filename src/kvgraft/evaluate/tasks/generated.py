@@ -8,8 +8,10 @@ agents        a judge of n agents, a moderator of a debate, a ReAct loop with a 
 multidoc      questions over many documents of which few matter: one fact among alike ones, two hops, chains
               (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3); its segments are 2 to 10 documents
 stress        made against methods that choose few tokens: majorities of resolved values, the longest chains
+sheets        documents of the same sentences with other things and codes (in English for any model: `alike`)
 """
 
+from collections.abc import Sequence
 from random import Random
 
 from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite, arrange, read_before
@@ -61,6 +63,24 @@ def _stress(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
     return _write(rng, shape, pattern, task, ("poll",) if task == "poll" else ("variable",), "documents")
 
 
+def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    """Documents that share their filler: sentence by sentence another code stands between."""
+    count, colours = shape.num_segments, rng.sample(vocabulary.COLOURS, 8)
+    words = (shape.length - 60) // count
+    codes = max(1, min(len(vocabulary.THINGS) // count, int(0.4 * words / _FACTS["needle"][0])))
+    [filler] = make_documents(rng, Facts(), orders=[(0,)], num_tokens=max(0, words - codes * _FACTS["needle"][0]))
+    sentences = [f"{sentence.strip()} ." for sentence in filler.split(" .") if sentence.strip()]
+    places = sorted((rng.randint(0, len(sentences)) for _ in range(codes)), reverse=True)
+    things = iter(rng.sample(vocabulary.THINGS, codes * count))
+    documents = []
+    for _ in range(count):
+        text = list(sentences)
+        for place in places:
+            text.insert(place, f"the code of {next(things)} is {rng.choice(vocabulary.NUMBERS)} .")
+        documents.append(" ".join(text))
+    return _ask(rng, pattern, task, documents, ("needle",), "documents", colours)
+
+
 GENERATED = {
     suite.name: suite
     for suite in (
@@ -71,6 +91,7 @@ GENERATED = {
         Suite("chat", "facts from many turns", ("coreference", "needle", "glossary"), _chat),
         Suite("agents", "judge, debate, ReAct", ("judge", "debate", "react"), _agents),
         Suite("stress", "majorities of resolved values, the longest chains", ("poll", "chain"), _stress),
+        Suite("sheets", "documents of the same sentences with other codes", ("codes",), _sheets),
     )
 }
 
@@ -91,8 +112,21 @@ def _write(
     orders = [tuple(range(shape.num_segments))]
     facts = _facts(rng, wanted, words, share)
     documents = make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
+    return _ask(rng, pattern, task, documents, wanted, frame, colours)
+
+
+def _ask(
+    rng: Random,
+    pattern: Pattern,
+    task: str,
+    documents: Sequence[str],
+    wanted: tuple[str, ...],
+    frame: Frame,
+    colours: list[str],
+) -> Item:
+    """The documents, dressed, with questions of the `wanted` kinds."""
     segments = tuple(wording.frame(rng, documents, frame))
-    instructions = [_instruct(rng, colours, frame) for _ in range(shape.num_segments + 1)]
+    instructions = [_instruct(rng, colours, frame) for _ in range(len(segments) + 1)]
     notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
     prompt = arrange(instructions[0], segments, pattern, notes)
     questions = _choose(rng, prompt, wanted, longest=task == "chain")
