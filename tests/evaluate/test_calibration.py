@@ -10,21 +10,21 @@ import pytest
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
-from kvgraft.evaluate.calibration import CHECKING, CHOOSING, CalibrationSettings, choose
+from kvgraft.evaluate.calibration import ALIKE, CHECKING, CHOOSING, CalibrationSettings, choose
 from kvgraft.evaluate.runner import ROWS, read_rows
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks.items import PATTERNS, Shape
 from kvgraft.evaluate.tasks.own import make_own
 from kvgraft.evaluate.traffic.texts import read_messages
-from kvgraft.prefill.profile import POLICY_FILE, MeasuredPolicy, PolicyProfile
+from kvgraft.prefill.profile import POLICY_FILE, Interval, MeasuredPolicy, PolicyProfile
 from kvgraft.testbed import MODEL_DIR
 from models import link_model
 
 SMALL = ("--items", "2", "--length", "512", "--segments", "3", "--policies", "naive;transitive", "--budget", "1.0")
 
 
-def measured(policy: str, flops: float, kl: float) -> MeasuredPolicy:
-    return MeasuredPolicy(policy, flops, (kl, kl, kl), (0.0, 0.0, 0.0))
+def measured(policy: str, flops: float, kl: float, alike: Interval | None = None) -> MeasuredPolicy:
+    return MeasuredPolicy(policy, flops, (kl, kl, kl), (0.0, 0.0, 0.0), alike)
 
 
 def profile_of(model: str, policy: str = "naive") -> PolicyProfile:
@@ -38,6 +38,14 @@ def test_the_nearest_to_full_within_the_budget_is_chosen():
     assert choose(tried, 0.11).policy == "epic"
     with pytest.raises(ValueError, match=r"no policy is within a budget of 1\.0%: naive takes 3\.0%"):
         choose(tried, 0.01)
+
+
+def test_what_answers_wrong_about_documents_that_look_alike_is_not_chosen():
+    wrong, worse, right = (-0.4, -0.6, -0.2), (-0.5, -0.7, -0.3), (-0.1, -0.3, 0.1)
+    tried = [measured("naive", 0.03, 0.2, worse), measured("spread", 0.12, 0.02, wrong)]
+    assert choose([*tried, measured("sparsex", 0.2, 0.1, right)], 0.25).policy == "sparsex"
+    assert choose([*tried, measured("sparsex", 0.2, 0.1, right)], 0.15).policy == "spread"
+    assert choose([*tried, measured("epic", 0.1, 0.01, worse)], 0.15).policy == "spread"
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,11 @@ def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
     kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == profile.policy]
     assert profile.expected.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
     assert profile.order_noise[0] > 0
+    alike = read_rows(calibrated / "results" / ALIKE)
+    assert {(row.suite, row.pattern, row.policy) for row in alike} == {
+        ("alike", "alone", policy) for policy in ("full", "naive", "transitive")
+    }
+    assert all(one.alike is not None for one in profile.tried)
     assert len(profile.far_mass) == 8
     assert all(0 <= mass <= 1 for row in profile.far_mass for mass in row)
     assert (calibrated / "results" / "calibration.png").stat().st_size > 5000
@@ -77,7 +90,7 @@ def test_prompts_that_check_hold_no_passage_of_those_that_choose():
 
 def test_a_calibration_that_was_stopped_goes_on(calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     results = tmp_path / "results"
-    for name in (CHOOSING, CHECKING):
+    for name in (CHOOSING, ALIKE, CHECKING):
         (results / name).mkdir(parents=True)
         for file in (calibrated / "results" / name).iterdir():
             (results / name / file.name).write_bytes(file.read_bytes())

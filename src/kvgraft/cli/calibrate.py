@@ -64,7 +64,7 @@ def calibrate(
     settings = calibration.CalibrationSettings(found, described, named, items, length, segments, budget, seed)
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
     with progress_bar(progress_console, "calibrating") as on_progress:
-        profile = calibration.calibrate(engine, settings, results, on_progress)
+        profile = calibration.calibrate(engine, settings, results, on_progress, testbed=model == MODEL_DIR)
     profile.save(out)
     from kvgraft.evaluate.plots import write_calibration  # matplotlib takes a second to load
 

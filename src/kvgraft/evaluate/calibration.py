@@ -1,10 +1,13 @@
 """Which policy suits a model and the user's own texts: chosen on some prompts, measured again on others."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +20,9 @@ from kvgraft.evaluate.runner import EvalSettings, run
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.statistics import Estimate
 from kvgraft.evaluate.summaries import Summary, summarise
+from kvgraft.evaluate.tasks import GENERATED
+from kvgraft.evaluate.tasks.alike import make_alike
+from kvgraft.evaluate.tasks.items import QUESTIONS
 from kvgraft.evaluate.tasks.own import make_own
 from kvgraft.methods import require_at_least
 from kvgraft.prefill.profile import Interval, MeasuredPolicy, PolicyProfile
@@ -34,7 +40,8 @@ CANDIDATES = (
     "spread:recompute_share=0.1",
 )
 BUDGET = 0.25  # of full's floating-point operations: first tokens come about four times as soon
-CHOOSING, CHECKING = "choosing", "checking"  # directories of the two evaluations
+CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"  # directories of the evaluations
+ALIKE_LENGTH, ALIKE_SEGMENTS = 512, 4  # of prompts about documents that look alike
 SAMPLES, SAMPLE_TOKENS, SINKS, WINDOW = 2, 1024, 4, 256  # of the hint about heads
 
 
@@ -79,11 +86,28 @@ class CalibrationSettings:
             order_noise=checks,
         )  # fmt: skip
 
+    def alike_evaluation(self, policies: Sequence[str], *, testbed: bool) -> EvalSettings:
+        """Prompts about documents that look alike and were read one by one, which have right answers."""
+        suite = GENERATED["sheets"] if testbed else make_alike("dev")
+        suite = dataclasses.replace(suite, tasks=suite.tasks[: self.items])
+        items = -(-2 * self.items // (QUESTIONS * len(suite.tasks)))
+        return EvalSettings(
+            (suite,), ("full", *policies), (ALIKE_LENGTH,), ALIKE_SEGMENTS, ("alone",), items, self.seed
+        )
+
 
 def calibrate(
-    engine: Engine, settings: CalibrationSettings, directory: Path, on_progress: OnProgress | None = None
+    engine: Engine,
+    settings: CalibrationSettings,
+    directory: Path,
+    on_progress: OnProgress | None = None,
+    *,
+    testbed: bool = False,
 ) -> PolicyProfile:
     """Try all policies, choose one, and measure it on other prompts; what the directory holds is not done again.
+
+    Args:
+        testbed: whether the model is the bundled one, which reads no English.
 
     Raises:
         ValueError: the texts are too short, no policy is within the budget, or the directory holds another calibration.
@@ -91,14 +115,17 @@ def calibrate(
     host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
     choosing = run(settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress)
     full, *others = summarise(choosing, "all")
-    tried = tuple(map(_measured, others))
+    asking = NativeHost(engine, distances=False)
+    alike = run(settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress)
+    less = {one.policy: _difference(one) for one in summarise(alike, "all")}
+    tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
     chosen = choose(tried, settings.budget)
     checking = run(settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress)
     found = {one.policy: one for one in summarise(checking, "all")}
     return PolicyProfile(
         model=engine.config.identity,
         policy=chosen.policy,
-        expected=_measured(found[chosen.policy]),
+        expected=replace(_measured(found[chosen.policy]), alike=chosen.alike),
         order_noise=_interval(found[ORDER_NOISE].answer_kl),
         texts=settings.described,
         prompts=full.prompts,
@@ -109,16 +136,20 @@ def calibrate(
 
 
 def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
-    """The one nearest to full recomputation of those within the budget.
+    """The one nearest to full recomputation of those within the budget that answer right about documents that look
+    alike; if none does, of those within the budget that answer best.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none within the budget.
     """
     within = [one for one in tried if one.flops <= budget]
     if not within:
         least = min(tried, key=lambda one: one.flops)
         raise ValueError(f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}")
-    return min(within, key=lambda one: one.kl[0])
+    if all(one.is_wrong for one in within):
+        best = max(one.alike[0] for one in within if one.alike)
+        return min((one for one in within if one.alike and one.alike[0] == best), key=lambda one: one.kl[0])
+    return min((one for one in within if not one.is_wrong), key=lambda one: one.kl[0])
 
 
 def render(profile: PolicyProfile) -> RenderableType:
@@ -127,20 +158,26 @@ def render(profile: PolicyProfile) -> RenderableType:
     title = f"{profile.prompts} prompts of about {profile.tokens} tokens: {profile.texts}"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    for name in ("FLOPs", "KL, nats", "95 %", "of order noise", "other tokens"):
+    for name in ("FLOPs", "KL, nats", "95 %", "of order noise", "other tokens", "right where alike, less full's"):
         table.add_column(name, justify="right")
     for one in sorted(profile.tried, key=lambda one: one.flops):
         value, low, high = one.kl
         table.add_row(
             f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
             f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}", f"{value / unit:.2f}" if unit else "-",
-            f"{one.flips[0]:.1%}",
+            f"{one.flips[0]:.1%}", "-" if one.alike is None else "{:+.0%} ({:+.0%} to {:+.0%})".format(*one.alike),
         )  # fmt: skip
     return Group(table, Text(f"{profile}, on as many prompts that have chosen nothing"))
 
 
 def _measured(summary: Summary) -> MeasuredPolicy:
     return MeasuredPolicy(summary.policy, summary.flops, _interval(summary.answer_kl), _interval(summary.flips))
+
+
+def _difference(summary: Summary) -> Interval:
+    """Of its score from that of full; one text tells no interval, so that it is all that there may be."""
+    low, high = (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
+    return round(summary.beyond_full, 6), round(low, 6), round(high, 6)
 
 
 def _interval(estimate: Estimate) -> Interval:

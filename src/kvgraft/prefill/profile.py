@@ -18,12 +18,20 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         flops: floating-point operations of the prefill, of those of full recomputation.
         kl: KL(full || policy) in nats. `flips`: share of places where the best token is another.
+        alike: right answers about documents that look alike, less those of full recomputation, from -1 to 1; None if
+            that was not measured.
     """
 
     policy: str
     flops: float
     kl: Interval
     flips: Interval
+    alike: Interval | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it answers worse than full recomputation about documents that look alike, by more than chance."""
+        return self.alike is not None and self.alike[2] < 0
 
 
 class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
@@ -65,5 +73,12 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
         return (
             f"policy {self.policy} by profile {self.name} ({self.texts}): expected are {self.expected.flops:.0%} of "
             f"the FLOPs, KL {self.expected.kl[0]:.4f} nats ({noise:.2f} of order noise), "
-            f"{self.expected.flips[0]:.1%} of the tokens others than full's"
+            f"{self.expected.flips[0]:.1%} of the tokens others than full's{self._of_alike}"
         )
+
+    @property
+    def _of_alike(self) -> str:
+        if self.expected.alike is None:
+            return ""
+        warning = " (a warning: no policy within the budget does better)" if self.expected.is_wrong else ""
+        return f", {self.expected.alike[0]:+.0%} right answers about documents that look alike{warning}"
