@@ -15,7 +15,7 @@ python -m research.guard streams --share 0.01 --target flips=0.05            # w
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -34,7 +34,7 @@ from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts, find_chat
 from kvgraft.evaluate.scoring import send
 from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
+from kvgraft.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
 from kvgraft.guard.breaker import Level
 from kvgraft.guard.guard import MEASURES, Guard
 from kvgraft.guard.native import score
@@ -180,6 +180,8 @@ def measure(
     policy: str = DEFAULT_POLICY,
     items: Annotated[int, typer.Option(help="Texts of each task.")] = 8,
     length: int = 1024,
+    segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = Shape.num_segments,
+    patterns: Annotated[str, typer.Option(help="Ways of reuse, by commas.")] = ",".join(PATTERNS),
     seed: int = 5000,
     conditions: Annotated[str, typer.Option(help="By commas; the first one is healthy.")] = ",".join(
         (HEALTHY, *DAMAGES)
@@ -188,13 +190,15 @@ def measure(
 ) -> None:
     """Answer and score, under all conditions; go on where it was stopped."""
     engine = Engine(find_model(model, fetch=True), dtype="float32", continuation=False)
+    shape = Shape(length, segments, tuple(patterns.split(",")))  # type: ignore[arg-type]
     made = [
-        (one.name, number, item)
+        (one.name, number, replace(item, chat=one.real_text))
         for one in find_suites(suite)
-        for number, item in enumerate(one.items(seed, items, Shape(length)))
+        for number, item in enumerate(one.items(seed, items, shape))
     ]
     check_config(out / CONFIG, {"model": engine.config.identity, "suite": suite, "policy": policy, "items": items,
-                                "length": length, "seed": seed, "conditions": conditions})  # fmt: skip
+                                "length": length, "segments": segments, "patterns": patterns, "seed": seed,
+                                "conditions": conditions})  # fmt: skip
     done = len(read_lines(out / "done.jsonl", list[Any]))
     with (
         (out / ROWS).open("ab") as rows,
