@@ -61,7 +61,7 @@ class Exact(Policy):
 
 
 def near(where: Tensor, before: int, behind: int) -> Tensor:
-    """With so many tokens before and behind each: bool [T]."""
+    """Return the tokens with `before` and `behind` more around each: bool [T]."""
     wide = where.clone()
     for step in range(1, before + 1):
         wide[:-step] |= where[step:]

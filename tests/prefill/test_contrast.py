@@ -129,6 +129,7 @@ def test_a_value_that_some_of_the_others_share_is_found_too():
     assert names | places < {*chosen([filled(*pair) for pair in values], [1, 2, 3, 4])}
     together = [(50, 70), (50, 70), (50, 71), (50, 71)]
     assert places < {*chosen([filled(*pair) for pair in together], [1, 2, 3, 4])}
+    assert chosen([filled(*pair) for pair in together], [1, 2, 3, 4], 1.0) == []
 
 
 def test_what_an_earlier_prompt_has_left_in_place_stays():
@@ -154,8 +155,10 @@ def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
 
 def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     """The definition, token by token."""
+    if alike_share == 1.0:
+        return [False] * plan.num_tokens
     total, prompts = plan.num_tokens, [n for n, length in enumerate(plan.lengths) for _ in range(length)]
-    readings, moves = [-1] * total, [-1] * total
+    readings, moves = [-1] * total, [0] * total
     columns = (plan.graft_targets.tolist(), plan.graft_readings.tolist(), plan.graft_shifts.tolist())
     for target, reading, move in zip(*columns, strict=True):
         readings[target], moves[target] = reading, move

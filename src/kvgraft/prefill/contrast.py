@@ -1,9 +1,10 @@
-"""Text that looks alike but was read apart, and the tokens by which it differs.
+"""Find the tokens that tell apart segments with the same wording.
 
-A model that reads several entities in one prompt gives each of them, and whatever belongs to it, a mark of its own
-(Feng and Steinhardt, "How do Language Models Bind Entities in Context?", 2023). Text that was read apart carries the
-marks of another prompt: every document that was read alone is "the first". Where documents differ in topic, their words
-still tell them apart; where they share their wording, only the marks do (docs/results/alike.md).
+A model binds a value to its entity by the order in which the entities appear in the prompt (Feng and
+Steinhardt, "How do Language Models Bind Entities in Context?", 2023). A segment that was read alone
+was the first of its prompt, and so was every other one: after a graft, their bindings collide.
+Segments on different topics are still told apart by their words. Segments with the same wording and
+different values are not (docs/results/alike.md).
 """
 
 from collections.abc import Iterable
@@ -14,44 +15,47 @@ from torch import Tensor
 
 from kvgraft.prefill.plan import Plan
 
-WORDING_TOKENS = 4  # that two texts must share in a row to have the same wording there
-WORDING_SHARE = 0.3  # of a segment that looks alike, which shared wordings are at least
-PHRASE_TOKENS = 6  # that such segments must share in a row: fewer recur in any text of few words
-SLOT_TOKENS = 16  # of what differs, at most; longer stretches are text of their own
-HEAD_TOKENS = 8  # recomputed at the beginning of those
-VALUE_TOKENS = 4  # of a value that some texts share and others do not, at most
-CONTEXT_TOKENS = 3, 2  # before such a value, and behind it, that must be the same
-NEAR_TOKENS = 2  # recomputed on either side of a slot; one where two would take more than `MOST_SHARE` of a segment
+WORDING_TOKENS = 4  # a run of this length that two texts share is shared wording
+WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate
+PHRASE_TOKENS = 6  # candidates must also share runs of this length: shorter ones recur by chance
+SLOT_TOKENS = 16  # a longer run without shared wording is text of its own
+HEAD_TOKENS = 8  # of such a run, the first tokens are recomputed
+VALUE_TOKENS = 4  # the longest value that is found although some segments share it
+CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
+NEAR_TOKENS = 2  # recomputed on each side of a slot; 1 if 2 would exceed MOST_SHARE of the segment
 MOST_SHARE = 0.5
-START_TOKENS = 4  # recomputed at the beginning of each segment that looks alike
-_OWN = -1  # reading of what was not copied
-_FACTOR = np.uint64(6364136223846793005)  # of fingerprints
+START_TOKENS = 4  # recomputed at the start of each segment that has a slot
+_OWN = -1  # the reading of tokens that are not copied
+_FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
 
 def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> Tensor:
-    """Return the copied tokens that tell alike segments apart, which were read apart: bool [T].
+    """Return the copied tokens to recompute so that similar segments are told apart: bool [T].
 
-    A token belongs to a shared wording if it lies in `WORDING_TOKENS` tokens that stand in the same prompt once
-    more, in text that was read in another prompt and has moved by another distance, or in new text (of two blocks at
-    least; less is the edge of a segment). Segments of which at least `WORDING_SHARE` is that look alike if, in all of
-    them of a prompt together, at least `alike_share` of the tokens lie in `PHRASE_TOKENS` such tokens.
+    Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt, in text that was
+    read in another prompt and has moved by another distance, or in new text of at least two blocks
+    (less is the edge of a segment). A segment is a candidate if `WORDING_SHARE` of it is shared
+    wording. The candidates of a prompt look alike if at least `alike_share` of all their tokens lie in
+    shared runs of `PHRASE_TOKENS`.
 
-    The *slots* of such a segment are what lies between shared wordings (of a stretch longer than `SLOT_TOKENS` the
-    first `HEAD_TOKENS`), and values of up to `VALUE_TOKENS` in place of which another text has another one, between
-    the same tokens. They are returned with `NEAR_TOKENS` on either side, without which they come out wrong, and with
-    the first `START_TOKENS` of the segment.
+    A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
+    or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
+    The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone comes out wrong), and the
+    first `START_TOKENS` of each segment with a slot.
 
     Args:
-        token_ids: int64 [T], of the prompts of `plan`.
-        alike_share: from 0 to 1.
+        token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
+        alike_share: from 0 to 1; 1 turns the search off.
     """
-    if not plan.graft_targets.numel():
+    if alike_share == 1.0 or not plan.graft_targets.numel():
         return torch.zeros_like(plan.fresh)
 
     text = _Text(plan, token_ids)
     segments, counts = text.segments, np.bincount(text.segments)
     shared = text.shared(counts, WORDING_TOKENS)
-    alike = (np.bincount(segments, shared) >= np.maximum(WORDING_SHARE * counts, 1))[segments] & plan.grafted.numpy()
+    of_shared = np.bincount(segments, shared)
+    alike = (of_shared >= np.maximum(WORDING_SHARE * counts, 1))[segments] & text.copied
+
     phrases = text.shared(counts, PHRASE_TOKENS) & alike
     for prompt in plan.prompts:
         alike[prompt] &= phrases[prompt].sum() >= max(alike_share * alike[prompt].sum(), 1)
@@ -65,29 +69,37 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
     narrow, wide = (_widened(slots, segments, near) | starts for near in (1, NEAR_TOKENS))
     fits = np.bincount(segments, wide) <= MOST_SHARE * counts
-    chosen = torch.from_numpy(np.where(fits[segments], wide, narrow))
-    return chosen & plan.grafted & ~plan.in_place
+    return torch.from_numpy(np.where(fits[segments], wide, narrow))
 
 
 class _Text:
-    """The tokens of a plan, and where each was read.
+    """The tokens of a plan and where each was read.
 
     Attributes:
-        segments: int64 [T], number of the stretch that each token is in: of one prompt, copied as one or not copied.
+        copied: bool [T], grafted and not in place.
+        segments: int64 [T], the number of each token's stretch: tokens of one prompt that moved as
+            one, or that are not copied.
     """
 
     def __init__(self, plan: Plan, token_ids: Tensor) -> None:
         prompts = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
-        self._tokens, self._prompts = token_ids.numpy().astype(np.uint64), prompts.astype(np.uint64)
+        self._tokens = token_ids.numpy().astype(np.uint64)
+        self._prompts = prompts.astype(np.uint64)
         self.segments = _numbered(prompts, plan.segments.numpy())
-        self._copied, self._least = plan.grafted.numpy(), 2 * plan.block_size
-        self._readings, self._moves = np.full((2, plan.num_tokens), _OWN)
+        self.copied = (plan.grafted & ~plan.in_place).numpy()
+        self._least = 2 * plan.block_size
+        self._readings, self._moves = np.full(plan.num_tokens, _OWN), np.zeros(plan.num_tokens, int)
         targets = plan.graft_targets.numpy()
-        self._readings[targets], self._moves[targets] = plan.graft_readings.numpy(), plan.graft_shifts.numpy()
+        self._readings[targets] = plan.graft_readings.numpy()
+        self._moves[targets] = plan.graft_shifts.numpy()
 
     def shared(self, counts: np.ndarray, length: int) -> np.ndarray:
-        """bool [T]: tokens in so many that stand in the same prompt in other text; `counts` are those of segments."""
-        counting = self._copied | (counts >= self._least)[self.segments]
+        """Return the tokens in runs of `length` that occur in other text of the prompt: bool [T].
+
+        Args:
+            counts: int64, tokens of each segment.
+        """
+        counting = self.copied | (counts >= self._least)[self.segments]
         starts = self._within(0, length)
         starts = starts[counting[starts]]
         groups = _groups(self._fingerprints(starts, range(length)))
@@ -95,41 +107,50 @@ class _Text:
         return self._covered(found, found + length)
 
     def values(self, among: np.ndarray) -> np.ndarray:
-        """bool [T]: tokens in `among` bool [T], or new, of values in place of which other text has a value that begins
-        and ends with other tokens."""
+        """Return the tokens of values that other text replaces in the same context: bool [T].
+
+        The two values must differ in their first and in their last token.
+
+        Args:
+            among: bool [T], the copied tokens to search; tokens that are not copied are searched too.
+        """
         before, behind = CONTEXT_TOKENS
         places, ends, contexts = [], [], []
         for length in range(1, VALUE_TOKENS + 1):
             at = self._within(-before, length + behind)
-            at = at[(among | ~self._copied)[at]]
+            at = at[(among | ~self.copied)[at]]
             places.append(at)
             ends.append(at + length)
-            contexts.append(self._fingerprints(at, [*range(-before, 0), *range(length, length + behind)]))
-        first, stop, groups = np.concatenate(places), np.concatenate(ends), _groups(np.concatenate(contexts))
+            around = [*range(-before, 0), *range(length, length + behind)]
+            contexts.append(self._fingerprints(at, around))
+        first, stop = np.concatenate(places), np.concatenate(ends)
+        groups = _groups(np.concatenate(contexts))
         differ = _vary(groups, self._tokens[first]) & _vary(groups, self._tokens[stop - 1])
         found = self._apart(groups, first) & differ
         return self._covered(first[found], stop[found])
 
     def _within(self, first: int, stop: int) -> np.ndarray:
-        """Places p whose tokens [p + first, p + stop) are of one segment, int64 [n]."""
+        """Return the places p with tokens [p + first, p + stop) in one segment: int64 [n]."""
         reach = stop - first - 1
         whole = self.segments[: max(len(self.segments) - reach, 0)] == self.segments[reach:]
         return np.flatnonzero(whole) - first
 
     def _fingerprints(self, places: np.ndarray, offsets: Iterable[int]) -> np.ndarray:
-        """Of the tokens at these offsets from each place, and of its prompt: uint64 [n]."""
+        """Return a hash of the tokens at these offsets from each place: uint64 [n]."""
         found = self._prompts[places]
         for offset in offsets:
             found = found * _FACTOR + self._tokens[places + offset] + np.uint64(1)
         return found
 
     def _apart(self, groups: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """bool [n]: places in groups with text of several readings that has moved by several distances. Turns of a
-        conversation, each read behind the others in a prompt of its own, move together."""
+        """Return which places are in groups with several readings and several moves: bool [n].
+
+        Turns of one conversation have several readings but move together.
+        """
         return _vary(groups, self._readings[places]) & _vary(groups, self._moves[places])
 
     def _covered(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """bool [T]: the tokens from each place to another one."""
+        """Return the tokens in any of the ranges [first, stop): bool [T]."""
         covered = np.zeros(len(self.segments) + 1, np.int64)
         np.add.at(covered, first, 1)
         np.add.at(covered, stop, -1)
@@ -137,13 +158,13 @@ class _Text:
 
 
 def _groups(fingerprints: np.ndarray) -> np.ndarray:
-    """Number of the group of equal fingerprints, int64 [n]."""
+    """Return a number for each distinct fingerprint: int64 [n]."""
     groups: np.ndarray = np.unique(fingerprints, return_inverse=True)[1].ravel()
     return groups
 
 
 def _vary(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """bool [n]: whether the values of its group differ."""
+    """Return whether the values within the group of each element differ: bool [n]."""
     first = np.empty(groups.max(initial=-1) + 1, values.dtype)
     first[groups] = values
     differ = np.zeros(len(first), bool)
@@ -153,19 +174,19 @@ def _vary(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _places(stretches: np.ndarray) -> np.ndarray:
-    """Place of each token in its stretch, int64 [T]; stretches are numbered in order."""
+    """Return the place of each token in its stretch: int64 [T]."""
     counts = np.bincount(stretches)
     return np.arange(len(stretches)) - (counts.cumsum() - counts)[stretches]
 
 
 def _numbered(*columns: np.ndarray) -> np.ndarray:
-    """Number of the stretch of equal values that each place lies in, int64 [T]."""
+    """Return the number of each stretch of equal values: int64 [T]."""
     changes = [np.diff(column, prepend=column[:1]) != 0 for column in columns]
     return np.logical_or.reduce(changes).cumsum()
 
 
 def _widened(slots: np.ndarray, segments: np.ndarray, near: int) -> np.ndarray:
-    """With so many tokens next to them, in the same segment."""
+    """Return the slots with `near` more tokens on each side in the same segment: bool [T]."""
     wide = slots.copy()
     for step in range(1, near + 1):
         together = segments[:-step] == segments[step:]
