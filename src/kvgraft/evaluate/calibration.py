@@ -87,7 +87,7 @@ class CalibrationSettings:
         )  # fmt: skip
 
     def alike_evaluation(self, policies: Sequence[str], *, testbed: bool) -> EvalSettings:
-        """Prompts about documents that look alike and were read one by one, which have right answers."""
+        """Return prompts with right answers about similar documents that were read one by one."""
         suite = GENERATED["sheets"] if testbed else make_alike("dev")
         suite = dataclasses.replace(suite, tasks=suite.tasks[: self.items])
         items = -(-2 * self.items // (QUESTIONS * len(suite.tasks)))
@@ -136,8 +136,10 @@ def calibrate(
 
 
 def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
-    """The one nearest to full recomputation of those within the budget that answer right about documents that look
-    alike; if none does, of those within the budget that answer best.
+    """Return the policy within the budget that is nearest to full recomputation.
+
+    Policies that answer worse where documents look alike are left out. If all do, return the one
+    with the most right answers.
 
     Raises:
         ValueError: there is none within the budget.
@@ -146,10 +148,9 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     if not within:
         least = min(tried, key=lambda one: one.flops)
         raise ValueError(f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}")
-    if all(one.is_wrong for one in within):
-        best = max(one.alike[0] for one in within if one.alike)
-        return min((one for one in within if one.alike and one.alike[0] == best), key=lambda one: one.kl[0])
-    return min((one for one in within if not one.is_wrong), key=lambda one: one.kl[0])
+    if right := [one for one in within if not one.fails_alike]:
+        return min(right, key=lambda one: one.kl[0])
+    return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
 
 
 def render(profile: PolicyProfile) -> RenderableType:
@@ -175,7 +176,7 @@ def _measured(summary: Summary) -> MeasuredPolicy:
 
 
 def _difference(summary: Summary) -> Interval:
-    """Of its score from that of full; one text tells no interval, so that it is all that there may be."""
+    """Return score less that of full; with a single text the interval is -1 to 1."""
     low, high = (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
     return round(summary.beyond_full, 6), round(low, 6), round(high, 6)
 

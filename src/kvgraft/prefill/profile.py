@@ -29,8 +29,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alike: Interval | None = None
 
     @property
-    def is_wrong(self) -> bool:
-        """Whether it answers worse than full recomputation about documents that look alike, by more than chance."""
+    def fails_alike(self) -> bool:
+        """Whether it answers significantly worse than full recomputation where documents look alike."""
         return self.alike is not None and self.alike[2] < 0
 
 
@@ -80,5 +80,5 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def _of_alike(self) -> str:
         if self.expected.alike is None:
             return ""
-        warning = " (a warning: no policy within the budget does better)" if self.expected.is_wrong else ""
+        warning = " (a warning: no policy within the budget does better)" if self.expected.fails_alike else ""
         return f", {self.expected.alike[0]:+.0%} right answers about documents that look alike{warning}"
