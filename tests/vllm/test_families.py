@@ -36,6 +36,7 @@ def engine_of(family: str, variant: str) -> dict[str, Any]:
         settings = {"compilation_config": NATIVE_ROTARY}
     if family in DEEPSEEK and variant != NO_MLA:
         settings |= {"block_size": 16, "num_gpu_blocks_override": 2 * BLOCKS}  # which its CPU kernel wants
+        settings |= {"attention_backend": "CPU_MLA"}  # vLLM prefers AMX_MLA on some CPUs, which cannot do float32
     return settings
 
 
