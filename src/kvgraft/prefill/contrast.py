@@ -17,13 +17,12 @@ from kvgraft.prefill.plan import Plan
 
 WORDING_TOKENS = 4  # a run of this length that two texts share is shared wording
 WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate
-PHRASE_TOKENS = 6  # candidates must also share runs of this length: shorter ones recur by chance
+PHRASE_TOKENS = 6  # shared wording must be long: runs that recur by chance seldom reach this length
 SLOT_TOKENS = 16  # a longer run without shared wording is text of its own
 HEAD_TOKENS = 8  # of such a run, the first tokens are recomputed
 VALUE_TOKENS = 4  # the longest value that is found although some segments share it
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
-NEAR_TOKENS = 2  # recomputed on each side of a slot; 1 if 2 would exceed MOST_SHARE of the segment
-MOST_SHARE = 0.5
+NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
@@ -35,8 +34,12 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt, in text that was
     read in another prompt and has moved by another distance, or in new text of at least two blocks
     (less is the edge of a segment). A segment is a candidate if `WORDING_SHARE` of it is shared
-    wording. The candidates of a prompt look alike if at least `alike_share` of all their tokens lie in
-    shared runs of `PHRASE_TOKENS`.
+    wording. The candidates of a prompt look alike if at least `alike_share` of their shared wording
+    lies in shared runs of `PHRASE_TOKENS`.
+
+    Candidates before the first one of another reading keep what is cached, unless they have moved
+    towards the beginning by half of their length: then a similar text may have stood before them.
+    Later ones are recomputed behind them.
 
     A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
     or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
@@ -52,24 +55,22 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
 
     text = _Text(plan, token_ids)
     segments, counts = text.segments, np.bincount(text.segments)
-    shared = text.shared(counts, WORDING_TOKENS)
-    of_shared = np.bincount(segments, shared)
-    alike = (of_shared >= np.maximum(WORDING_SHARE * counts, 1))[segments] & text.copied
-
-    phrases = text.shared(counts, PHRASE_TOKENS) & alike
+    wording = text.shared(counts, WORDING_TOKENS)
+    candidates = (np.bincount(segments, wording) >= np.maximum(WORDING_SHARE * counts, 1))[segments]
+    phrases = text.shared(counts, PHRASE_TOKENS)
+    alike = np.zeros_like(candidates)
     for prompt in plan.prompts:
-        alike[prompt] &= phrases[prompt].sum() >= max(alike_share * alike[prompt].sum(), 1)
+        mine = candidates[prompt] & text.copied[prompt]
+        if phrases[prompt][mine].sum() >= max(alike_share * wording[prompt][mine].sum(), 1):
+            alike[prompt] = mine & text.behind_another(prompt, candidates)
     if not alike.any():
         return torch.zeros_like(plan.fresh)
 
-    runs = _numbered(segments, shared)
+    runs = _numbered(segments, wording)
     short = (np.bincount(runs)[runs] <= SLOT_TOKENS) | (_places(runs) < HEAD_TOKENS)
-    slots = ((~shared & short) | text.values(alike)) & alike
-
+    slots = ((~wording & short) | text.values(candidates | ~text.copied)) & alike
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
-    narrow, wide = (_widened(slots, segments, near) | starts for near in (1, NEAR_TOKENS))
-    fits = np.bincount(segments, wide) <= MOST_SHARE * counts
-    return torch.from_numpy(np.where(fits[segments], wide, narrow))
+    return torch.from_numpy(_widened(slots, segments) | starts)
 
 
 class _Text:
@@ -106,19 +107,28 @@ class _Text:
         found = starts[self._apart(groups, starts)]
         return self._covered(found, found + length)
 
+    def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
+        """Return the tokens of a prompt from the first one in `where`, bool [T], on that has another
+        reading than those before it or has moved back by half of its segment: bool [n]."""
+        readings, moves = self._readings[prompt], self._moves[prompt]
+        moved_back = -2 * moves >= np.bincount(self.segments)[self.segments[prompt]]
+        ends = where[prompt] & ((readings != readings[where[prompt]][:1]) | moved_back)
+        behind: np.ndarray = np.logical_or.accumulate(ends)
+        return behind
+
     def values(self, among: np.ndarray) -> np.ndarray:
         """Return the tokens of values that other text replaces in the same context: bool [T].
 
         The two values must differ in their first and in their last token.
 
         Args:
-            among: bool [T], the copied tokens to search; tokens that are not copied are searched too.
+            among: bool [T], the tokens to search.
         """
         before, behind = CONTEXT_TOKENS
         places, ends, contexts = [], [], []
         for length in range(1, VALUE_TOKENS + 1):
             at = self._within(-before, length + behind)
-            at = at[(among | ~self.copied)[at]]
+            at = at[among[at]]
             places.append(at)
             ends.append(at + length)
             around = [*range(-before, 0), *range(length, length + behind)]
@@ -185,10 +195,10 @@ def _numbered(*columns: np.ndarray) -> np.ndarray:
     return np.logical_or.reduce(changes).cumsum()
 
 
-def _widened(slots: np.ndarray, segments: np.ndarray, near: int) -> np.ndarray:
-    """Return the slots with `near` more tokens on each side in the same segment: bool [T]."""
+def _widened(slots: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Return the slots with `NEAR_TOKENS` more on each side in the same segment: bool [T]."""
     wide = slots.copy()
-    for step in range(1, near + 1):
+    for step in range(1, NEAR_TOKENS + 1):
         together = segments[:-step] == segments[step:]
         wide[:-step] |= slots[step:] & together
         wide[step:] |= slots[:-step] & together
