@@ -78,7 +78,7 @@ bench: $(READY) ## Measure time to first token, matching, alignment and the cost
 	$(BIN)/python benchmarks/align.py
 	$(BIN)/python benchmarks/overhead.py
 
-gpu: $(READY) ## On a CUDA device: test all kernels, measure what the papers measure, write results/gpu.md (ten minutes, and longer for sessions and vLLM)
+gpu: $(READY) ## On a CUDA device: the plugin in vLLM, all kernels, what the papers measure; most important first, each in at most eight minutes, into results/gpu.md and gpu.json
 	cd benchmarks && ../$(BIN)/python gpu.py
 
 clean: ## Remove the virtual environment and all caches

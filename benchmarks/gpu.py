@@ -1,8 +1,10 @@
-"""Everything that only a CUDA device can say: the tests of all kernels on it, and each figure that the papers give.
+"""Everything that only a CUDA device can say, the most important first: the plugin inside stock vLLM, the tests of all
+kernels, and each figure that the papers give.
 
-Each is a command of its own, run one after the other; what they print becomes `gpu.json`, and a page of ratios.
+Each is a command of its own that ends within eight minutes. What it prints is written at once: all of it to `gpu.json`,
+the figures of interest to a page.
 
-    python benchmarks/gpu.py [--only align --only flows] [--out results]      # or: make gpu
+    python benchmarks/gpu.py [--only vllm-exact --only vllm-8k] [--out results]      # or: make gpu
 """
 
 import json
@@ -15,6 +17,7 @@ from datetime import date
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -22,10 +25,11 @@ import typer
 from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
+from scenarios import GRID
 
 ROOT = Path(__file__).parents[1]
 Row = tuple[str, str]  # what, figure
-LIMIT_S = 3600
+LIMIT_S = 480
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Measurement:
     Attributes:
         paper: what it says of this, in words.
         at_size: arguments beside the command's own; `small`: in their place, to try the command.
-        rows: from what it prints.
+        rows: from what it prints, the last line of which is JSON unless `as_json` is empty.
         needs: a package without which it cannot run.
     """
 
@@ -47,17 +51,19 @@ class Measurement:
     small: tuple[str, ...]
     rows: Callable[[dict[str, Any]], list[Row]]
     needs: str = "torch"
+    as_json: tuple[str, ...] = ("--json",)
 
 
 @dataclass
 class Result:
-    """What became of a measurement: rows, or why there are none."""
+    """What became of a measurement: rows, why something failed, and all that the command has printed."""
 
     name: str
     command: str
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     failure: str | None = None
+    printed: dict[str, Any] = field(default_factory=dict)
 
 
 def _kilo(row: dict[str, Any]) -> str:
@@ -126,16 +132,79 @@ def _capacity(found: dict[str, Any]) -> list[Row]:
 
 def _served(found: dict[str, Any]) -> list[Row]:
     return [
-        (f"{each['name']}: {each['ratio']} (95 %)", f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f})")
+        (
+            f"{each['name']}: {each['ratio']} (95 %), ms of both, share recomputed",
+            f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f}), {1e3 * median(each['plain_s']):.0f} and "
+            f"{1e3 * median(each['ours_s']):.0f}, {each['ours_recomputed']:.0%}",
+        )
         for each in found["figures"]
     ]
 
 
+def _exact(found: dict[str, Any]) -> list[Row]:
+    return [(fact["name"], f"{'yes' if fact['holds'] else '**no**'}: {fact['found']}") for fact in found["facts"]]
+
+
+def _tests(found: dict[str, Any]) -> list[Row]:
+    return [("tests of kernels", found["last line"])]
+
+
+TESTS = Measurement(
+    "tests", "Tests of all kernels, generated ones too", "nothing",
+    ("-m", "pytest", "-n", "auto", "-m", "not soak"), ("tests/kernels", "tests/decode"),
+    ("tests/kernels/test_workload.py",), _tests, needs="pytest", as_json=(),
+)  # fmt: skip
+
+
 def measurements(device: str) -> list[Measurement]:
-    """All of them, on a device."""
+    """All of them, on a device, the most important first."""
     on, bfloat16 = ("--device", device), ("--dtype", "bfloat16")
     heads = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+    served = ("benchmarks/serve.py", *on, *bfloat16)
+    served_small = ("--layers", "2", "--rounds", "2", "--scenario", "4k90")
+
+    def grid(thousands: int) -> tuple[str, ...]:
+        names = [name for name in GRID if name.startswith(f"{thousands}k-")]
+        return ("--shape", "8b", "--layers", "32", *(word for name in names for word in ("--scenario", name)))
+
+    def first_tokens(tokens: int) -> tuple[str, ...]:
+        shares = ("--reuse", "0.75", "--reuse", "0.9", "--reuse", "0.98")
+        return ("--shape", "8b", "--layers", "8", "--tokens", str(tokens), *shares)
+
+    first_tokens_small = ("--tokens", "512", "--layers", "2", "--reuse", "0.9", "--runs", "1")
     return [
+        Measurement(
+            "vllm-exact", "KVGraft in vLLM: exact where it must be",
+            "nothing; plain vLLM is the measure",
+            ("benchmarks/exactness.py", *on), ("--dtype", "bfloat16"), (), _exact, needs="vllm",
+        ),
+        *(
+            Measurement(
+                f"vllm-{thousands}k", f"KVGraft in vLLM against plain vLLM, eager: {thousands}K tokens of a prompt",
+                "SparseX, Table 1: 7x to 11x (multi-round chat)", served, grid(thousands), served_small, _served,
+                needs="vllm",
+            )
+            for thousands in (8, 32)
+        ),
+        Measurement(
+            "vllm-8k-compiled", "The same, compiled and with CUDA graphs, as vLLM does by default",
+            "as above", (*served, "--compiled"), grid(8), served_small, _served, needs="vllm",
+        ),
+        Measurement(
+            "vllm-exact-float32", "KVGraft in vLLM in float32 (Triton attention)",
+            "nothing; plain vLLM is the measure",
+            ("benchmarks/exactness.py", *on), ("--attention-backend", "TRITON_ATTN"), (), _exact, needs="vllm",
+        ),
+        TESTS,
+        *(
+            Measurement(
+                f"first-tokens-{tokens // 1024}k",
+                f"Time to first token in the native engine: {tokens // 1024}K tokens, eight layers of an 8B model",
+                "SparseX, Table 1: 7x to 11x (multi-round chat)", ("benchmarks/ttft.py", *on, *bfloat16),
+                first_tokens(tokens), first_tokens_small, _first_tokens,
+            )
+            for tokens in (8192, 32768)
+        ),
         Measurement(
             "align", "Copy with delta-RoPE, the native pool",
             "SparseX 4.5: one fused kernel, linear in tokens",
@@ -160,16 +229,6 @@ def measurements(device: str) -> list[Measurement]:
             ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds", "2"), _topk,
         ),
         Measurement(
-            "first-tokens", "Time to first token, eight layers of an 8B model",
-            "SparseX, Table 1: 7x to 11x (multi-round chat)",
-            ("benchmarks/ttft.py", *on, *bfloat16),
-            (
-                "--shape", "8b", "--layers", "8", "--tokens", "8192", "--tokens", "32768", "--reuse", "0.75",
-                "--reuse", "0.9", "--reuse", "0.98",
-            ),
-            ("--tokens", "512", "--layers", "2", "--reuse", "0.9", "--runs", "1"), _first_tokens,
-        ),
-        Measurement(
             "flows", "Decode steps under flows",
             "Vortex 6.4: block top-k and Quest above full attention in throughput",
             ("benchmarks/decode.py", *on, *bfloat16),
@@ -182,49 +241,36 @@ def measurements(device: str) -> list[Measurement]:
             ("benchmarks/capacity.py", *on, *bfloat16), ("--memory-gb", "64", "--shape", "8b"),
             ("--contexts", "1024", "--memory-gb", "0.01"), _capacity,
         ),
-        Measurement(
-            "served", "vLLM with KVGraft against plain vLLM",
-            "SparseX, Table 1: 7x to 11x (multi-round chat)",
-            ("benchmarks/serve.py", *bfloat16),
-            (
-                "--layers", "32", "--scenario", "nothing", "--scenario", "4k90", "--scenario", "8k98", "--scenario",
-                "sparsex-8k98", "--scenario", "interleaved", "--scenario", "stall",
-            ),
-            ("--layers", "2", "--rounds", "2", "--scenario", "4k90"), _served, needs="vllm",
-        ),
     ]  # fmt: skip
 
 
 def run(measurement: Measurement, *, small: bool) -> Result:
     """Carry it out."""
-    command = [*measurement.command, *(measurement.small if small else measurement.at_size), "--json"]
-    result = Result(measurement.name, "python " + " ".join(command[:-1]))
+    sizes = measurement.small if small else measurement.at_size
+    command = [*measurement.command, *sizes, *measurement.as_json]
+    result = Result(measurement.name, " ".join(["python", *measurement.command, *sizes]))
     if find_spec(measurement.needs) is None:
         result.failure = f"{measurement.needs} is not installed"
         return result
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=True
+            [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False
         )
-        result.rows = measurement.rows(json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         result.failure = f"not done after {LIMIT_S} s"
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["it printed nothing"]
-        result.failure = f"exit status {error.returncode}: {lines[-1]}"
-    result.seconds = time.perf_counter() - start
-    return result
-
-
-def test_kernels() -> Result:
-    """All tests of kernels and of generated ones, on the device."""
-    command = ["-m", "pytest", "-q", "-n", "auto", "-m", "not soak", "tests/kernels", "tests/decode"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
-    result = Result("tests", "python " + " ".join(command), rows=[("tests of kernels", lines[-1].strip("= "))])
+        return result
+    finally:
+        result.seconds = time.perf_counter() - start
     if done.returncode:
-        result.failure = f"exit status {done.returncode}"
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        result.failure = f"exit status {done.returncode}: {lines[-1]}"
+    lines = done.stdout.strip().splitlines()
+    try:
+        result.printed = json.loads(lines[-1]) if measurement.as_json else {"last line": lines[-1].strip("= ")}
+        result.rows = measurement.rows(result.printed)
+    except (IndexError, ValueError) as error:
+        result.failure = result.failure or f"what it printed is no result: {error}"
     return result
 
 
@@ -233,10 +279,8 @@ def page_of(settings: dict[str, str], results: Sequence[Result]) -> str:
     known = {each.name: each for each in measurements("cuda")}
     lines = ["# On a CUDA device", "", "    make gpu", "", ", ".join(f"{k} {v}" for k, v in settings.items()) + ".", ""]
     for result in results:
-        measurement = known.get(result.name)
-        lines += [f"## {measurement.title if measurement else 'Tests'}", "", f"    {result.command}", ""]
-        if measurement:
-            lines += [f"The paper: {measurement.paper}.", ""]
+        measurement = known[result.name]
+        lines += [f"## {measurement.title}", "", f"    {result.command}", "", f"The paper: {measurement.paper}.", ""]
         if result.failure:
             lines += [f"**Failed**: {result.failure}.", ""]
         if result.rows:
@@ -253,7 +297,7 @@ def settings_of(device: str) -> dict[str, str]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Names of measurements, or tests (repeatable).")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Names of measurements (repeatable).")] = None,
     out: Annotated[Path, typer.Option(help="Where gpu.md and gpu.json go.")] = ROOT / "results",
     device: str = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Try all commands at sizes of no meaning.")] = False,
@@ -261,7 +305,7 @@ def main(
 ) -> None:
     """Test and measure; a measurement that fails is on the page with the reason."""
     todo = measurements(device)
-    names = ["tests", *(each.name for each in todo)]
+    names = [each.name for each in todo]
     if unknown := set(only or ()) - set(names):
         raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -274,7 +318,7 @@ def main(
             on_progress(number, len(names))
             if only and name not in only:
                 continue
-            results.append(test_kernels() if name == "tests" else run(todo[number - 1], small=small))
+            results.append(run(todo[number], small=small))
             found["results"] = [asdict(result) for result in results]
             (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
             (out / "gpu.md").write_text(page_of(settings, results))

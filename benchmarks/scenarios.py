@@ -50,7 +50,7 @@ class Scenario:
 SPARSEX_10 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.10}
 SPARSEX_05 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.05}
 SOONER = "TTFT plain / ours"
-SCENARIOS = {
+PROMISED = {
     scenario.name: scenario
     for scenario in (
         Scenario("nothing", Shape(1024, 0.0, 1), None, 24, "TTFT ours / plain", 1.02, at_most=True),
@@ -62,6 +62,15 @@ SCENARIOS = {
         Scenario("sparsex-8k98", Shape(8192, 0.98, 1), SPARSEX_05, 5, SOONER, 6.0, at_most=False),
     )
 }
+
+
+GRID = {  # without a promise: prompts of so many thousand tokens, of which so many % are known
+    name: Scenario(name, Shape(thousands * 1024, share / 100, 1), None, 5, SOONER, 1.0, at_most=False)
+    for thousands in (8, 32)
+    for share in (0, 50, 75, 90, 98)
+    for name in [f"{thousands}k-{share}"]
+}
+SCENARIOS = PROMISED | GRID
 
 
 FAMILIES: dict[str, dict[str, Any]] = {  # what random models have beside the shape of ttft.py
@@ -248,15 +257,28 @@ def checked(outcome: Outcome) -> Outcome:
 
 
 def make_random_model(
-    folder: Path, layers: int, max_position: int, shape: Mapping[str, Any] | None = None, family: str = "qwen3"
+    folder: Path,
+    layers: int,
+    max_position: int,
+    shape: Mapping[str, Any] | None = None,
+    family: str = "qwen3",
+    *,
+    weights: bool = True,
 ) -> None:
-    """The random model of ttft.py, with a tokenizer that splits at spaces: w17 is one token."""
+    """Write the random model of ttft.py, with a tokenizer that splits at spaces: w17 is one token.
+
+    Args:
+        weights: whether to write any; vLLM makes them up with `--load-format dummy`.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from ttft import SHAPE, make_model
+    from ttft import SHAPE, make_model, model_config
 
-    make_model(folder, layers, max_position, shape or SHAPE, family)
+    if weights:
+        make_model(folder, layers, max_position, shape or SHAPE, family)
+    else:
+        model_config(layers, max_position, shape or SHAPE, family).save_pretrained(folder)
     words = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 4096)}  # vLLM refuses text by the length of the longest
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

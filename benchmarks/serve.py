@@ -6,6 +6,7 @@ ours in turn.
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --workload mixed --tokens 1024 --reuse 0.9 --rate 2
     python benchmarks/serve.py --compare                    # starts both servers; --model DIR for a model of your own
     python benchmarks/serve.py --scenario 4k90              # of the default policy; see --help; repeatable
+    python benchmarks/serve.py --device cuda --shape 8b --layers 32 --dtype bfloat16 --scenario 8k-90   # on one GPU
 """
 
 import asyncio
@@ -26,10 +27,11 @@ from load import Client, Summary, drive, local_tokenizer, words_of
 from scenarios import FAMILIES, SCENARIOS, Figure, Pair, compare_workloads, make_random_model, run_scenario
 from servers import THREADS, ServerOptions, start
 from tables import comparison_of, configuration, line_of, table_of
-from ttft import SHAPE
+from ttft import SHAPES
 from workload import KINDS, Shape, arrivals, make_workload, single_token_words
 
 URL = "http://127.0.0.1:8000/v1"
+DEVICES = ("cpu", "cuda")
 ROUNDS = 5
 ROOM = 128  # tokens of a context beyond prompt and answer: special tokens
 errors = Console(stderr=True)
@@ -86,7 +88,12 @@ def main(
     rounds: Annotated[int, typer.Option(help="Of --compare and --scenario.", show_default="their own")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the servers started.")] = "float32",
     layers: Annotated[int, typer.Option(help="Of the random model used without --model.")] = 12,
+    shape: Annotated[
+        str, typer.Option(help=f"Of that model: {', '.join(SHAPES)}; vLLM makes up weights of 8b.")
+    ] = "small",
     family: Annotated[str, typer.Option(help=f"Of that model: {', '.join(FAMILIES)}.")] = "qwen3",
+    device: Annotated[str, typer.Option(help=f"That both servers run on: {', '.join(DEVICES)}.")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Without --enforce-eager.")] = False,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Of one step.", show_default="vLLM's")] = 0,
     threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -98,13 +105,20 @@ def main(
     if compare or scenario:
         _refuse("with --compare or --scenario", url=url, tokenizer=tokenizer, chat=chat, only_openai=only_openai)
         pairing = Pairing(load, compare, tuple(scenario or ()), rounds, options)
-        settings = ServerOptions(Path(model or ""), dtype, pairing.max_model_len, max_num_batched_tokens, threads)
-        if family not in FAMILIES:
-            raise typer.BadParameter(f"--family {family!r} is not one of {', '.join(FAMILIES)}")
-        with _model(settings, layers, family) as settings:
-            result = in_turn(pairing, settings, model or f"random, {family}, {layers} layers", console)
+        for name, value, known in (("family", family, FAMILIES), ("shape", shape, SHAPES), ("device", device, DEVICES)):
+            if value not in known:
+                raise typer.BadParameter(f"--{name} {value!r} is not one of {', '.join(known)}")
+        settings = ServerOptions(
+            Path(model or ""), dtype, pairing.max_model_len, max_num_batched_tokens, threads,
+            device=device, compiled=compiled, dummy_weights=model is None and shape != "small",
+        )  # fmt: skip
+        with _model(settings, layers, SHAPES[shape], family) as settings:
+            result = in_turn(pairing, settings, model or f"random, {shape}, {family}, {layers} layers", console)
     else:
-        _refuse("without --compare or --scenario", rounds=rounds, max_num_batched_tokens=max_num_batched_tokens)
+        _refuse(
+            "without --compare or --scenario", rounds=rounds, max_num_batched_tokens=max_num_batched_tokens,
+            compiled=compiled,
+        )  # fmt: skip
         url, extra = url or URL, {"kv_transfer_params": {"kvgraft": options}} if options else {}
         client = Client(
             url, api_key=api_key, model=model, chat=chat, extra=extra if only_openai else extra | {"ignore_eos": True}
@@ -166,13 +180,14 @@ async def _scenario(plain: Server, ours: Server, name: str, pairing: Pairing, wo
 
 
 @contextmanager
-def _model(settings: ServerOptions, layers: int, family: str) -> Iterator[ServerOptions]:
+def _model(settings: ServerOptions, layers: int, shape: Mapping[str, Any], family: str) -> Iterator[ServerOptions]:
     """The settings with a model: the one given, or a random one that is gone afterwards."""
     if settings.model.name:
         yield settings
         return
     with TemporaryDirectory() as folder:
-        make_random_model(Path(folder), layers, settings.max_model_len, SHAPE | FAMILIES[family], family)
+        sizes, weights = {**shape, **FAMILIES[family]}, not settings.dummy_weights
+        make_random_model(Path(folder), layers, settings.max_model_len, sizes, family, weights=weights)
         yield replace(settings, model=Path(folder))
 
 

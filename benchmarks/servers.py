@@ -16,6 +16,7 @@ from kvgraft.evaluate.servers import Server, serving
 # otherwise two processes of one program differ by a seventh, by the luck of where their memory lies
 MALLOC = ("hugetlb=1", "mmap_max=0", f"trim_threshold={8 << 30}")
 MEMORY = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in MALLOC)}
+GPU_SHARE = 0.44  # of its memory, that each of two servers takes
 THREADS = max(1, (os.cpu_count() or 1) - 1)
 
 
@@ -27,8 +28,11 @@ class ServerOptions:
         max_num_batched_tokens: of one step; 0 leaves it to vLLM.
         threads: CPU cores that the model runs on, from core 0. By default one is left to the rest; vLLM's own choice
             would be another one with a connector than without.
-        kv_gib: memory of the KV pool.
+        kv_gib: memory of the KV pool, on a CPU.
         flags: any more flags of vLLM.
+        device: "cpu" or "cuda".
+        dummy_weights: whether vLLM makes up the weights of a model that has none (`--load-format dummy`).
+        compiled: whether vLLM compiles the model and captures CUDA graphs, as it does by default on a GPU.
     """
 
     model: Path
@@ -38,17 +42,28 @@ class ServerOptions:
     threads: int = THREADS
     kv_gib: int = 1
     flags: tuple[str, ...] = ()
+    device: str = "cpu"
+    dummy_weights: bool = False
+    compiled: bool = False
 
     def arguments(self) -> list[str]:
         """The command line after `kvgraft serve`."""
-        batched = ["--max-num-batched-tokens", str(self.max_num_batched_tokens)] if self.max_num_batched_tokens else []
+        chosen = {
+            "--enforce-eager": not self.compiled,
+            "--load-format dummy": self.dummy_weights,
+            f"--gpu-memory-utilization {GPU_SHARE}": self.device == "cuda",
+            f"--max-num-batched-tokens {self.max_num_batched_tokens}": self.max_num_batched_tokens,
+        }
         return [
             str(self.model), "--dtype", self.dtype, "--max-model-len", str(self.max_model_len), "--block-size", "32",
-            "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *batched, *self.flags,
+            "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
+            *(word for flag, wanted in chosen.items() if wanted for word in flag.split()), *self.flags,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         """What vLLM reads from its environment."""
+        if self.device != "cpu":
+            return {}
         cores = ",".join(map(str, range(self.threads)))
         return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores, **MEMORY}
 

@@ -89,14 +89,21 @@ def make_model(
 ) -> None:
     """A model with random weights; `device`: where they are drawn."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
-    rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
-    config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
+    config = model_config(layers, max_position, shape, family)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def model_config(layers: int, max_position: int, shape: Mapping[str, Any], family: str) -> Any:
+    """Return the transformers configuration of such a model."""
+    sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
+    rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
+    config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return config
 
 
 def make_prompts(tokens: int, reuse: float, seed: int, *, interleaved: bool = False) -> tuple[list[int], list[int]]:

@@ -25,11 +25,11 @@ def invoke(*arguments: str) -> tuple[int, str]:
     "name",
     [
         "align-paged",
+        "vllm-exact",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("align", "segpaged", "topk", "flows", "first-tokens")
+            for name in ("tests", "vllm-8k", "first-tokens-8k", "align", "segpaged", "topk", "flows", "capacity")
         ),
-        pytest.param("capacity", marks=pytest.mark.soak),
     ],
 )
 def test_every_command_gives_rows(name: str, tmp_path: Path):
@@ -37,8 +37,29 @@ def test_every_command_gives_rows(name: str, tmp_path: Path):
     assert code == 0, output
     [result] = json.loads((tmp_path / "gpu.json").read_text())["results"]
     assert result["rows"]
+    assert result["printed"]
+    assert result["seconds"] > 0
     page = (tmp_path / "gpu.md").read_text()
     assert all(f"| {what} | {figure} |" in page for what, figure in result["rows"])
+
+
+def test_the_plugin_comes_first_and_nothing_may_last_longer_than_a_call():
+    todo = gpu.measurements("cuda")
+    assert [each.name for each in todo[:3]] == ["vllm-exact", "vllm-8k", "vllm-32k"]
+    assert gpu.LIMIT_S <= 480
+    [at_8k] = [each.at_size for each in todo if each.name == "vllm-8k"]
+    assert {word for word in at_8k if "8k-" in word} == {"8k-0", "8k-50", "8k-75", "8k-90", "8k-98"}
+
+
+def test_what_fails_and_prints_is_on_the_page_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = "import sys; print('{\"a\": 1}'); sys.exit('it broke')"
+    both = gpu.Measurement("both", "Both", "nothing", ("-c", code), (), (), lambda found: [("a", str(found["a"]))])
+    monkeypatch.setattr(gpu, "measurements", lambda device: [both])
+    status, _ = invoke("--device", "cpu", "--small", "--out", str(tmp_path))
+    page = (tmp_path / "gpu.md").read_text()
+    assert status == 1
+    assert "exit status 1: it broke" in page
+    assert "| a | 1 |" in page
 
 
 def test_a_measurement_that_fails_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

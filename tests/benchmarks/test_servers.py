@@ -32,6 +32,16 @@ def test_every_server_has_the_same_settings_and_its_own_flags():
     assert THREADS >= 1, "vLLM would choose another number with a connector than without"
 
 
+def test_two_servers_share_a_gpu_and_vllm_makes_up_weights():
+    arguments = ServerOptions(Path("model"), device="cuda", dummy_weights=True).arguments()
+    assert "--load-format dummy" in " ".join(arguments)
+    assert 2 * float(arguments[arguments.index("--gpu-memory-utilization") + 1]) < 0.95
+    assert "--enforce-eager" in arguments
+    assert "--enforce-eager" not in ServerOptions(Path("model"), device="cuda", compiled=True).arguments()
+    assert ServerOptions(Path("model"), device="cuda").environment() == {}
+    assert "--gpu-memory-utilization" not in ServerOptions(Path("model")).arguments()
+
+
 def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind():
     with subprocess.Popen([sys.executable, "-c", START]) as benchmark:
         started: list[psutil.Process] = []
