@@ -133,11 +133,11 @@ def test_only_segments_that_share_enough_look_alike():
 
 def test_wording_that_recurs_by_chance_is_short():
     """As in the bundled model's language of few words."""
-    texts = [[*FORM[:5], value, *FORM[14:19], value + 1] for value in (50, 60)]
+    texts = [[*FORM[:4], value, *FORM[14:18], value + 1] for value in (50, 60)]
     assert chosen(texts, [1, 2]) == []
-    long = [[*FORM[:6], value, *FORM[14:18], value + 1, *FORM[22:26], value + 2] for value in (50, 60)]
-    assert chosen(long, [1, 2], 6 / 14) != []
-    assert chosen(long, [1, 2], 6.1 / 14) == []
+    long = [[*FORM[:5], value, *FORM[14:18], value + 1, *FORM[22:26], value + 2] for value in (50, 60)]
+    assert chosen(long, [1, 2], 5 / 13) != []
+    assert chosen(long, [1, 2], 5.1 / 13) == []
 
 
 def test_of_long_stretches_the_beginning_is_recomputed():

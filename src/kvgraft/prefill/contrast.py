@@ -17,7 +17,7 @@ from kvgraft.prefill.plan import Plan
 
 WORDING_TOKENS = 4  # a run of this length that two texts share is shared wording
 WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate
-PHRASE_TOKENS = 6  # shared wording must be long: runs that recur by chance seldom reach this length
+PHRASE_TOKENS = 5  # shared wording must be long: runs that recur by chance seldom reach this length
 SLOT_TOKENS = 16  # a longer run without shared wording is text of its own
 HEAD_TOKENS = 8  # of such a run, the first tokens are recomputed
 VALUE_TOKENS = 4  # the longest value that is found although some segments share it

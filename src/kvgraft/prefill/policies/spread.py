@@ -48,7 +48,7 @@ class Spread(SelectsInRounds):
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
-    alike_share: float = 0.4  # of shared wording in phrases, from which on what differs is recomputed
+    alike_share: float = 0.65  # of shared wording in phrases, from which on what differs is recomputed
     score_layers: int = 2  # over which attention is summed
     recompute_share: float = 0.025
     first_share: float = 0.6

@@ -1,0 +1,357 @@
+"""A CUDA device that is not there: tensors that say `cuda:0`, hold their numbers on the CPU, and are counted.
+
+Code for CUDA runs unchanged on it, with the numbers of the CPU, and mixing devices raises as CUDA does. It counts what
+a host asks of a device: launches, copies, and what makes it wait. It knows no time, and no driver.
+
+    with FakeDevice() as device:
+        engine = Engine(model, device="cuda")
+        with device.counting() as operations:
+            engine.generate(requests)
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import kvgraft
+from kvgraft.engine import decoder
+from kvgraft.kernels import dispatch
+from kvgraft.kernels.cpu import align as cpu_align
+from kvgraft.kernels.cpu import attention as cpu_attention
+from kvgraft.kernels.layout import AttentionLayout, Context
+from kvgraft.kernels.triton import align, attention, mass
+from kvgraft.prefill.stages import StageTimes
+
+CUDA = torch.device("cuda", 0)
+ROOT = str(Path(kvgraft.__file__).parent)
+PROCESSORS = 132  # of an H100 or H200
+CAPABILITY = (9, 0)
+LAUNCHED = {align: ("_align_copy", "_align_paged"), attention: ("_segpaged", "_join"), mass: ("_weigh", "_receive")}
+
+_VIEWS = frozenset(
+    (
+        "view", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute", "split",
+        "split_with_sizes", "unbind", "alias", "as_strided", "detach", "_unsafe_view", "diagonal", "unfold", "chunk",
+        "narrow", "view_as", "expand_as", "_reshape_alias", "lift_fresh", "movedim", "swapaxes", "squeeze_",
+        "unsqueeze_", "unflatten", "flatten_", "numpy_T", "T", "mT",
+    )
+)  # fmt: skip
+_ALLOCATIONS = frozenset(("empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"))
+_ONE_LAUNCH = frozenset(("rms_norm", "linear", "scaled_dot_product_attention", "embedding", "silu", "silu_"))
+_READS_BACK = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal"))
+_SIZED_BY_VALUES = frozenset(
+    (
+        "nonzero", "unique2", "_unique2", "unique_dim", "unique_consecutive", "masked_select",
+        "unique_dim_consecutive", "bincount",
+    )
+)  # fmt: skip
+_INDEXING = frozenset(("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"))
+
+
+class Kind(StrEnum):
+    """What an operation is to the host."""
+
+    LAUNCH = "launches"
+    WAIT = "waits"  # for the device: values that the host reads, sizes that depend on values
+    UPLOAD = "uploads"
+    WAITING_UPLOAD = "uploads that wait"  # from memory that is not pinned, without non_blocking
+    EVENT = "events"
+    ALLOCATION = "allocations"
+    VIEW = "views"
+    HOST = "host operations"  # on CPU tensors
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        nbytes: of its tensors, if it is on the device.
+        functions: of KVGraft, that it was called from, the innermost first.
+    """
+
+    kind: Kind
+    name: str
+    nbytes: int
+    functions: tuple[str, ...]
+
+
+class FakeTensor(Tensor):
+    """A tensor on the device; `held` has its numbers."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "FakeTensor":
+        made: FakeTensor = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            device=torch.device("meta"), requires_grad=False,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FakeTensor({self.held!r})"
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        FakeDevice.current.count(Kind.WAIT, "tolist", self.held.nbytes)
+        return self.held.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, bool | int | float):
+            value = FakeTensor(torch.full((), value, dtype=self.dtype))
+        Tensor.__setitem__(self, index, value)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return FakeDevice.current.run(func, args, kwargs or {})
+
+
+class FakeDevice(TorchDispatchMode):
+    """The device, while it is entered."""
+
+    current: "FakeDevice"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Operation] | None = None
+        self._patches = ExitStack()
+        self._layouts: dict[int, tuple[AttentionLayout, AttentionLayout]] = {}
+        self._entered = 0
+
+    def __enter__(self) -> Self:
+        if not self._entered:
+            FakeDevice.current = self
+            self._patch()
+        self._entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._entered -= 1
+        if not self._entered:
+            self._patches.close()
+
+    @contextmanager
+    def counting(self) -> Iterator[list[Operation]]:
+        """Record what is done inside."""
+        operations: list[Operation] = []
+        self._operations = operations
+        try:
+            yield operations
+        finally:
+            self._operations = None
+
+    def count(self, kind: Kind, name: str, nbytes: int = 0) -> None:
+        """Record an operation, if one is counting."""
+        if self._operations is not None:
+            self._operations.append(Operation(kind, name, nbytes, _functions()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One operator, on tensors of either device."""
+        name = func._schema.name.split("::")[1]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_device = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+        to_device = any(_is_cuda(value) for value in (kwargs.get("device"), *args) if value is not None)
+        if name == "to":
+            return self._to(func, args, kwargs)
+        if name not in _ONE_LAUNCH | _VIEWS and not to_device and func.namespace == "aten" and func._can_decompose():
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if not on_device and not to_device:
+            kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.HOST
+            self.count(kind, name)
+            return func(*args, **kwargs)
+        if name == "copy_":
+            return self._copy(*args, **kwargs)
+        if name == "_to_copy":
+            return self._moved(args[0], **kwargs)
+        if name in _READS_BACK:
+            self.count(Kind.WAIT, name, 8)
+            return func(*tree_map(_held, args))
+        return self._on_device(func, name, args, kwargs, given, on_device)
+
+    def _on_device(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor], on_device: Sequence[Any]
+    ) -> Any:
+        if name in _INDEXING:
+            self._check_indices(name, *args[:2])
+        elif strangers := [t.shape for t in given if on_device and not isinstance(t, FakeTensor) and t.dim()]:
+            raise RuntimeError(f"{func}: all tensors must be on cuda:0, and {strangers} are on the CPU")
+        if name in _SIZED_BY_VALUES or (name == "repeat_interleave" and not kwargs.get("output_size")):
+            self.count(Kind.WAIT, name, 8)
+        kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
+        self.count(kind, name, sum(_held(tensor).nbytes for tensor in given))
+        held_args, held_kwargs = tree_map(_held, args), tree_map(_held, kwargs)
+        held_args = tree_map(lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args)
+        if _is_cuda(kwargs.get("device")):
+            held_kwargs["device"] = "cpu"
+        result = func(*held_args, **held_kwargs)
+        for argument, value in zip(
+            func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False
+        ):
+            target = kwargs.get(argument.name, value)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(target, FakeTensor):
+                return target
+        return tree_map(_on_cuda, result)
+
+    def _check_indices(self, name: str, indexed: Tensor, indices: Sequence[Tensor | None]) -> None:
+        for index in indices:
+            if index is None:
+                continue
+            if not isinstance(indexed, FakeTensor) and isinstance(index, FakeTensor):
+                raise RuntimeError(f"{name}: a CPU tensor is indexed by one on cuda:0")
+            if isinstance(indexed, FakeTensor) and not isinstance(index, FakeTensor) and index.dim():
+                self.count(Kind.WAITING_UPLOAD, f"{name} by a CPU tensor", index.nbytes)
+            if isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
+                self.count(Kind.WAIT, f"{name} by a mask", 8)
+
+    def _to(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        source, names = args[0], [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names[1:], args[1:], strict=False)) | kwargs
+        if func._overloadname == "other":
+            other = given.pop("other")
+            given |= {"device": other.device, "dtype": other.dtype}
+        device = torch.device(given.get("device") or source.device)
+        device, dtype = CUDA if device.type == "cuda" else device, given.get("dtype") or source.dtype
+        if device == source.device and dtype == source.dtype and not given.get("copy"):
+            return source
+        return self._moved(source, device=device, dtype=dtype, non_blocking=bool(given.get("non_blocking")))
+
+    def _moved(self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **form: Any) -> Tensor:
+        to_device = isinstance(source, FakeTensor) if device is None else _is_cuda(device)
+        moved = torch.ops.aten._to_copy(_held(source), **form)
+        self._count_move(isinstance(source, FakeTensor), to_device, non_blocking, moved.nbytes)
+        return FakeTensor(moved) if to_device else moved
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        self._count_move(isinstance(source, FakeTensor), isinstance(target, FakeTensor), non_blocking, source.nbytes)
+        _held(target).copy_(_held(source))
+        return target
+
+    def _count_move(self, from_device: bool, to_device: bool, non_blocking: bool, nbytes: int) -> None:
+        if from_device and to_device:
+            self.count(Kind.LAUNCH, "copy", 2 * nbytes)
+        elif to_device:
+            self.count(Kind.UPLOAD if non_blocking else Kind.WAITING_UPLOAD, "copy to cuda", nbytes)
+        elif from_device:
+            self.count(Kind.UPLOAD if non_blocking else Kind.WAIT, "copy to cpu", nbytes)
+        else:
+            self.count(Kind.HOST, "copy")
+
+    def _patch(self) -> None:
+        """Make KVGraft believe in the device, and count its kernels: their numbers are those of the CPU's kernels."""
+        made, event = torch.tensor, self._event
+
+        def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            plain: Tensor = made(data, *args, **kwargs)
+            if device is not None and not _is_cuda(device):
+                return plain.to(device)
+            return self._moved(plain, device=CUDA) if _is_cuda(device) else plain
+
+        real = dispatch.kernel
+        replaced: list[tuple[Any, str, Any]] = [
+            (torch, "tensor", tensor),
+            (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "synchronize", lambda *_: self.count(Kind.WAIT, "synchronize")),
+            (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
+            (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS)),
+            (decoder, "check_device", lambda name: None),
+            (StageTimes, "_event", lambda times: event()),
+            (dispatch, "kernel", lambda *given: self._kernel(real, *given)),
+        ]
+        replaced += [(module, name, self._launcher(name)) for module, names in LAUNCHED.items() for name in names]
+        for target, name, value in replaced:
+            self._patches.enter_context(patch.object(target, name, value))
+
+    def _event(self) -> Any:
+        self.count(Kind.EVENT, "record")
+        wait = lambda: self.count(Kind.WAIT, "event")  # noqa: E731
+        return SimpleNamespace(synchronize=wait, elapsed_time=lambda other: 0.0)
+
+    def _launcher(self, name: str) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in args if isinstance(value, Tensor)))
+
+        return type("Launcher", (), {"__getitem__": lambda kernel, grid: launch})()
+
+    def _kernel(self, real: Callable[..., Any], name: str, device_type: str, implementation: Any = None) -> Any:
+        counted = real(name, device_type, implementation)
+        on_cpu: dict[str, Callable[..., Any]] = {
+            "align_copy": cpu_align.align_copy,
+            "attention_mass": cpu_attention.attention_mass,
+            "segpaged_attention": cpu_attention.segpaged_attention,
+        }
+        if device_type != "cuda" or name not in on_cpu:
+            return counted
+
+        def both(*args: Any) -> Any:
+            counted(*args)
+            operations, self._operations = self._operations, None
+            try:
+                held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else _held(arg) for arg in args]
+                return tree_map(_on_cuda, on_cpu[name](*held))
+            finally:
+                self._operations = operations
+
+        return both
+
+    def _held_layout(self, layout: AttentionLayout) -> AttentionLayout:
+        """One whose slots are on the CPU; the latest is kept, since it keeps what it has worked out."""
+        known, held = self._layouts.get(id(layout), (None, None))
+        if known is not layout or held is None:
+            contexts = tuple(Context(context.positions, _held(context.slots)) for context in layout.contexts)
+            held = AttentionLayout(contexts, layout.sinks, layout.window)
+            self._layouts = {id(layout): (layout, held)}
+        return held
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, FakeTensor) else value
+
+
+def _on_cuda(value: Any) -> Any:
+    return FakeTensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.startswith("cuda")
+    )
+
+
+def _functions() -> tuple[str, ...]:
+    frame, found = sys._getframe(2), []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(ROOT):
+            found.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""What a recovery asks of a CUDA device, counted without one: launches, waits, uploads, bytes, by policy.
+
+A tiny random model reads eight documents, then a prompt with them in another order, of which a tenth is new. Counts
+depend on the number of layers, hardly on their size or on the prompt's length.
+
+    python benchmarks/launches.py [--tokens 2048] [--prompts 4] [--json]
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from fake_device import FakeDevice, Kind, Operation
+from kvgraft import Engine, Request, SamplingParams
+from tables import markdown_table
+from ttft import make_model
+
+POLICIES = ("full", "naive", "epic", "spread", "transitive", "sparsex", "cacheblend", "prophet")
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+VOCAB, MAX_LENGTH, DOCUMENTS, KNOWN = 4096, 65536, 8, 0.9
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+SHOWN = (Kind.LAUNCH, Kind.WAIT, Kind.WAITING_UPLOAD, Kind.UPLOAD, Kind.EVENT, Kind.HOST, Kind.VIEW, Kind.ALLOCATION)
+
+
+def prompts(tokens: int, count: int, seed: int = 0) -> tuple[list[int], list[list[int]]]:
+    """(what is read first, prompts of the same documents in other orders, between new text)."""
+    random = np.random.default_rng(seed)
+    documents = np.array_split(random.integers(1, VOCAB, round(tokens * KNOWN)), DOCUMENTS)
+    made = []
+    for _ in range(count):
+        before, behind = np.array_split(random.integers(1, VOCAB, tokens - round(tokens * KNOWN)), 2)
+        order = random.permutation(DOCUMENTS)
+        made.append(np.concatenate([before, *[documents[number] for number in order], behind]).tolist())
+    return np.concatenate([random.integers(1, VOCAB, 7), *documents]).tolist(), made
+
+
+def counted(
+    model: Path, policies: Sequence[str], tokens: int = 2048, count: int = 1, **options: Any
+) -> dict[str, list[Operation]]:
+    """All operations from admission to the first token of `count` prompts in one pass, under each policy."""
+    read, asked = prompts(tokens, count)
+    found = {}
+    with torch.inference_mode(), FakeDevice() as device:
+        pages = (count + 3) * tokens // 16 + 64
+        room = 8 * tokens * count
+        engine = Engine(model, dtype="bfloat16", device="cuda", num_pages=pages, max_prefill_tokens=room, **options)
+        engine.generate([Request(read, "full", ONE_TOKEN)])
+        for policy in policies:
+            requests = [Request(prompt, policy, ONE_TOKEN, remember=False) for prompt in asked]
+            engine.generate(requests)  # what is made once is there
+            with device.counting() as operations:
+                results = engine.generate(requests)
+            if failures := [result.error for result in results if result.error]:
+                raise ValueError(f"{policy}: {failures[0]}")
+            found[policy] = operations
+    return found
+
+
+def per_layer(few: Sequence[Operation], many: Sequence[Operation], kind: Kind, layers: int) -> float:
+    """Operations of a kind that each of `layers` more layers adds."""
+    return (count_of(many, kind) - count_of(few, kind)) / layers
+
+
+def count_of(operations: Sequence[Operation], kind: Kind, inside: str = "") -> int:
+    """How many are of this kind, inside of a function of this name."""
+    return sum(one.kind is kind and (not inside or inside in one.functions) for one in operations)
+
+
+def main(
+    policies: Annotated[str, typer.Option(help="By semicolons.")] = ";".join(POLICIES),
+    tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 2048,
+    prompts: Annotated[int, typer.Option(help="In one pass.")] = 1,
+    layers: Annotated[int, typer.Option(help="Of the model; twice as many tell what a layer adds.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Count, and print a row for each policy."""
+    names = policies.split(";")
+    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("counting"):
+        found = []
+        for number in (layers, 2 * layers):
+            model = Path(folder) / str(number)
+            make_model(model, number, MAX_LENGTH, SHAPE, dtype="bfloat16")
+            found.append(counted(model, names, tokens, prompts))
+    few, many = found
+    rows = {
+        name: {
+            **{kind.value: count_of(few[name], kind) for kind in SHOWN},
+            "launches a layer": per_layer(few[name], many[name], Kind.LAUNCH, layers),
+            "waits in recover": count_of(few[name], Kind.WAIT, "recover"),
+            "launched MB": sum(one.nbytes for one in few[name] if one.kind is Kind.LAUNCH) / 1e6,
+        }
+        for name in names
+    }
+    if as_json:
+        settings = {"tokens": tokens, "prompts": prompts, "layers": layers, "known": KNOWN}
+        kernels = {name: Counter(one.name for one in few[name] if one.kind is Kind.LAUNCH) for name in names}
+        print(json.dumps({"settings": settings, "policies": rows, "kernels": kernels}))
+        return
+    table = markdown_table(["policy", *rows[names[0]]], words=["policy"])
+    for name, row in rows.items():
+        table.add_row(name, *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

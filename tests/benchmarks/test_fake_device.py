@@ -1,0 +1,130 @@
+"""A device that is not there: it computes what the CPU computes, refuses what CUDA refuses, and counts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fake_device import CUDA, FakeDevice, FakeTensor, Kind, Operation
+from kvgraft import Engine, Request
+from kvgraft.testbed import MODEL_DIR
+from launches import MAX_LENGTH, ONE_TOKEN, POLICIES, SHAPE, count_of, counted, per_layer, prompts
+from ttft import make_model
+
+LAYERS, TOKENS = 8, 512
+PAGES, ROOM = 400, 8192
+# what a recovery of one prompt asks of a device at most: launches, waits inside, uploads that wait
+BARS = {
+    "full": (190, 0, 3),
+    "naive": (209, 4, 6),
+    "epic": (209, 4, 6),
+    "spread": (739, 16, 18),
+    "transitive": (370, 10, 9),
+    "sparsex": (242, 7, 8),
+    "cacheblend": (255, 7, 7),
+}
+A_LAYER = {"full": 21, "naive": 21, "epic": 21, "sparsex": 21, "cacheblend": 21, "spread": 55}  # launches
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of 8 and of 16 layers."""
+    folder = tmp_path_factory.mktemp("models")
+    for layers in (LAYERS, 2 * LAYERS):
+        make_model(folder / str(layers), layers, MAX_LENGTH, SHAPE, dtype="bfloat16")
+    return [folder / str(layers) for layers in (LAYERS, 2 * LAYERS)]
+
+
+@pytest.fixture(scope="module")
+def operations(models: list[Path]) -> list[dict[str, list[Operation]]]:
+    return [counted(model, tuple(BARS), TOKENS) for model in models]
+
+
+def answers(model: Path, device: str) -> dict[str, tuple[torch.Tensor, int]]:
+    """(logits of the first token, recomputed tokens) by policy."""
+    engine = Engine(model, dtype="bfloat16", device=device, num_pages=PAGES, max_prefill_tokens=ROOM)
+    read, [asked] = prompts(TOKENS, 1)
+    engine.generate([Request(read, "full", ONE_TOKEN)])
+    found = {}
+    for policy in POLICIES:
+        [result] = engine.generate([Request(asked, policy, ONE_TOKEN, remember=False, return_logits=True)])
+        assert result.error is None
+        assert result.logits is not None
+        logits = result.logits.held if isinstance(result.logits, FakeTensor) else result.logits
+        found[policy] = logits.clone(), result.report.recomputed_tokens
+    return found
+
+
+def test_every_policy_computes_on_it_what_it_computes_on_the_cpu(models: list[Path]):
+    expected = answers(models[0], "cpu")
+    with torch.inference_mode(), FakeDevice():
+        found = answers(models[0], "cuda")
+    for policy in POLICIES:
+        assert torch.equal(found[policy][0], expected[policy][0]), policy
+        assert found[policy][1] == expected[policy][1], policy
+    assert expected["spread"][1] > 0
+
+
+@pytest.mark.parametrize("policy", BARS)
+def test_what_a_recovery_asks_of_a_device_does_not_grow(operations: list[dict[str, list[Operation]]], policy: str):
+    few, many = (found[policy] for found in operations)
+    launches, waits, uploads = BARS[policy]
+    assert count_of(few, Kind.LAUNCH) <= launches
+    assert count_of(few, Kind.WAIT, inside="recover") <= waits
+    assert count_of(few, Kind.WAITING_UPLOAD) <= uploads
+    if policy in A_LAYER:
+        assert per_layer(few, many, Kind.LAUNCH, LAYERS) <= A_LAYER[policy]
+    assert per_layer(few, many, Kind.WAITING_UPLOAD, LAYERS) == 0
+    kernels = {one.name for one in few if one.kind is Kind.LAUNCH}
+    assert "_segpaged" in kernels
+    assert ("_align_copy" in kernels) == (policy != "full")
+
+
+def test_it_counts_what_makes_a_host_wait():
+    kinds = {
+        "item": lambda tensor: tensor.sum().item(),
+        "cpu": lambda tensor: tensor.cpu(),
+        "list": lambda tensor: tensor.tolist(),
+        "nonzero": lambda tensor: tensor.nonzero(),
+        "mask": lambda tensor: tensor[tensor > 0],
+    }
+    with torch.inference_mode(), FakeDevice() as device:
+        tensor = torch.ones(8, device="cuda")
+        for name, act in kinds.items():
+            with device.counting() as operations:
+                act(tensor)
+            assert count_of(operations, Kind.WAIT) == 1, name
+        with device.counting() as operations:
+            torch.ones(8).to("cuda")
+            torch.tensor([1, 2], device="cuda")
+            torch.ones(8).to("cuda", non_blocking=True)
+        assert count_of(operations, Kind.WAITING_UPLOAD) == 2
+        assert count_of(operations, Kind.UPLOAD) == 1
+        with device.counting() as operations:
+            summed = (tensor + 1).view(2, 4)[0]
+        assert [one.kind for one in operations] == [Kind.LAUNCH, Kind.VIEW, Kind.VIEW]
+        assert operations[0].nbytes == tensor.held.nbytes
+    assert summed.device == CUDA
+    assert torch.equal(summed.held, torch.full((4,), 2.0))
+
+
+def test_it_refuses_what_cuda_refuses():
+    with FakeDevice():
+        tensor = torch.ones(8, device="cuda")
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            tensor + torch.ones(8)
+        with pytest.raises(TypeError, match="numpy"):
+            tensor.numpy()
+        with pytest.raises(RuntimeError, match="indexed"):
+            torch.ones(8)[tensor.long()]
+        assert (tensor + torch.tensor(1.0)).held.tolist() == [2.0] * 8  # a number may be on the CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_nothing_is_left_of_it():
+    made = torch.tensor
+    with FakeDevice():
+        assert torch.tensor is not made
+    assert torch.tensor is made
+    with pytest.raises(ValueError, match="cuda"):
+        Engine(MODEL_DIR, device="cuda")
