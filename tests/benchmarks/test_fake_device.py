@@ -16,12 +16,12 @@ PAGES, ROOM = 400, 8192
 # what a recovery of one prompt asks of a device at most: launches, waits inside, uploads that wait
 BARS = {
     "full": (190, 0, 3),
-    "naive": (209, 4, 6),
-    "epic": (209, 4, 6),
-    "spread": (739, 16, 18),
-    "transitive": (370, 10, 9),
-    "sparsex": (242, 7, 8),
-    "cacheblend": (255, 7, 7),
+    "naive": (204, 0, 3),
+    "epic": (204, 0, 3),
+    "spread": (712, 6, 15),
+    "transitive": (364, 3, 6),
+    "sparsex": (237, 1, 4),
+    "cacheblend": (250, 2, 3),
 }
 A_LAYER = {"full": 21, "naive": 21, "epic": 21, "sparsex": 21, "cacheblend": 21, "spread": 55}  # launches
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,9 @@ class Rows:
     ) -> None:
         self.where = where
         sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
-        self.counts = torch.tensor([p.numel() for p in positions])  # per prompt
-        self.seen = torch.tensor([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
-        self.seen_locally = torch.tensor([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
+        self.counts = np.array([p.numel() for p in positions])  # per prompt
+        self.seen = np.array([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
+        self.seen_locally = np.array([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
         self.layout = AttentionLayout.of(positions, slots, sinks, window)
         self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions)
 
@@ -74,8 +75,8 @@ class NativePrefill(PagedPrefill):
         self._sources = sources
         self._rows: Rows | None = None
         self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None  # layer, input, queries, keys and values
-        self.attention_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
-        self.ffn_flops = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self.attention_flops = np.zeros(len(plan.lengths), np.int64)
+        self.ffn_flops = np.zeros(len(plan.lengths), np.int64)
 
     def embed(self, where: Tensor) -> Hidden:
         tokens = self.token_ids[where].to(self._decoder.device, non_blocking=True)
@@ -85,16 +86,19 @@ class NativePrefill(PagedPrefill):
         if not self.plan.graft_targets.numel():
             return
         with self._timed("align"):
-            _, targets, shifts = self._graft_slots()
+            sources, targets, shifts = self._graft_slots(self._sources)
             cos, sin = self._decoder.config.rope.table(shifts)
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
-            for page_list, (source, target) in enumerate(zip(self._sources.to(targets.device), targets, strict=True)):
-                has = source >= 0
+            for page_list, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                moves: tuple[Tensor, ...] = (source, target, cos, sin)
+                has = self._sources[page_list] >= 0
+                if not has.all():
+                    rows = has.nonzero()[:, 0].to(source.device, non_blocking=True)
+                    moves = tuple(part[rows] for part in moves)
                 streams = self._cache.layout.streams(page_list, layers)
-                of_tokens = (part[has] for part in (source, target, cos, sin))
-                align_copy(keys, values[0] if values else None, streams, *of_tokens)
+                align_copy(keys, values[0] if values else None, streams, *moves)
             for residual in self._cache.residuals.values():
-                residual[targets[0]] = residual[self._sources[0].to(targets.device)]
+                residual[targets[0]] = residual[sources[0]]
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         if index not in self._cache.residuals:
@@ -134,7 +138,7 @@ class NativePrefill(PagedPrefill):
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
         with self._timed(self._stage(hidden)):
             part = hidden.only(where)
-            counts = torch.tensor([p.numel() for p in self._rows_of(where)])
+            counts = np.array([p.numel() for p in self._rows_of(where)])
             self.ffn_flops += counts * self._decoder.config.ffn_flops(index)
             states = hidden.states.clone()
             states[where[hidden.where]] = self._decoder.feed_forward(index, part.states)
@@ -142,8 +146,8 @@ class NativePrefill(PagedPrefill):
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """As in the protocol; its logits are counted, too."""
-        grafted = torch.tensor([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
-        seen = torch.tensor([int((positions + 1).sum()) for positions in self._rows_of(queries)])
+        grafted = np.array([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
+        seen = np.array([int((positions + 1).sum()) for positions in self._rows_of(queries)])
         self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
         return super().scores(index, queries, reduction)
 

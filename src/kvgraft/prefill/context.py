@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from kvgraft.kv.heads import HeadMap
@@ -31,7 +32,8 @@ class Hidden:
         """The rows of a subset of these tokens."""
         if bool((where & ~self.where).any()):
             raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
-        return Hidden(self.states[where[self.where]], where)
+        rows = where[self.where].nonzero()[:, 0]
+        return Hidden(self.states[rows.to(self.states.device, non_blocking=True)], where)
 
     def with_states(self, states: Tensor) -> "Hidden":
         """The same tokens, one layer further."""
@@ -42,10 +44,10 @@ class Hidden:
         if bool((self.where & other.where).any()):
             raise ValueError("some tokens are in both: which of their states counts?")
         where = self.where | other.where
-        mine = self.where[where].to(self.states.device)
-        states = self.states.new_empty(mine.numel(), *self.states.shape[1:])
-        states[mine], states[~mine] = self.states, other.states
-        return Hidden(states, where)
+        mine = self.where[where]
+        rows = torch.where(mine, mine.cumsum(0) - 1, len(self.states) + (~mine).cumsum(0) - 1)
+        both = torch.cat([self.states, other.states])
+        return Hidden(both[rows.to(both.device, non_blocking=True)], where)
 
 
 class PrefillContext(ABC):

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class PagedPrefill(PrefillContext):
         self.counts = [Counter() for _ in plan.lengths]
         self.times = StageTimes(slots[0].device)
         self._timed = self.times.timed
-        self.computed = torch.zeros(len(plan.lengths), dtype=torch.int64)
+        self.computed = np.zeros(len(plan.lengths), np.int64)
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
         self._found: deque[tuple[Tensor, Tensor]] = deque(maxlen=KEPT_SLOTS)  # tokens, their slots
@@ -111,10 +112,13 @@ class PagedPrefill(PrefillContext):
         """Per prompt the positions that are set in `where` bool [T]."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
-    def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots, target slots [lists, g] and shifts of the tokens to copy, int64 [g] on the cache's device."""
+    def _graft_slots(self, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return source slots, target slots [lists, g] and shifts [g] of the tokens to copy, int64 on the cache's
+        device."""
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
-        return self.plan.graft_sources.to(target.device), target, self.plan.graft_shifts.to(target.device)
+        uploaded = (part.to(target.device, non_blocking=True) for part in (sources, self.plan.graft_shifts))
+        source, shifts = uploaded
+        return source, target, shifts
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"

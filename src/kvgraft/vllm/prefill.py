@@ -75,7 +75,7 @@ class VllmPrefill(PagedPrefill):
         self._spend = spend
         self._where: Tensor | None = None
         self._chunks: list[PrefillChunk] = []
-        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._counts = np.zeros(0, np.int64)
         self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
 
     def embed(self, where: Tensor) -> Hidden:
@@ -84,7 +84,7 @@ class VllmPrefill(PagedPrefill):
     def graft(self, layers: range) -> None:
         self._align([at for index in layers for at in self._host.attentions_of(index)])
         if self.residual_layers and self.plan.graft_targets.numel():
-            source, target, _ = self._graft_slots()
+            source, target, _ = self._graft_slots(self.plan.graft_sources)
             for old, new in zip(source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True):
                 self._host.residuals.copy(old, new)
 
@@ -92,7 +92,7 @@ class VllmPrefill(PagedPrefill):
         """Copy grafted keys and values of these attention layers, and turn the keys."""
         if not self.plan.graft_targets.numel():
             return
-        source, targets, shifts = self._graft_slots()
+        source, targets, shifts = self._graft_slots(self.plan.graft_sources)
         size = Alignment.most_tokens(self._host)
         for group, target in enumerate(targets):
             own = [at for at in attentions if self._host.group_of[at] == group]
@@ -235,7 +235,7 @@ class VllmPrefill(PagedPrefill):
         if self._where is None or not self._where.equal(where):
             positions = self._rows_of(where)
             self._where, self._chunks = where, self._cut(positions)
-            self._counts = torch.tensor([p.numel() for p in positions])
+            self._counts = np.array([p.numel() for p in positions])
         return self._chunks
 
     def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:

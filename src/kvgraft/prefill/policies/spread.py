@@ -68,12 +68,13 @@ class Spread(SelectsInRounds):
         """Graft everything, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
         plan = ctx.plan
         ctx.graft(range(ctx.num_layers))
-        copied = Copied(ctx)
-        chosen = self._choose(ctx, copied)
+        copied, first = Copied(ctx), FirstLayer(ctx)
+        chosen = self._choose(ctx, copied, first)
+        hidden = first.left(plan.fresh | chosen)
         telling = self._telling(plan, chosen)
-        near, hidden = Neighbours(plan, telling, chosen, self.spread_tokens), ctx.embed(plan.fresh | chosen)
+        near = Neighbours(plan, telling, chosen, self.spread_tokens)
         if not (near.where.any() and self.spread_share):
-            return ctx.run(range(ctx.num_layers), hidden)
+            return ctx.run(range(1, ctx.num_layers), hidden)
         back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
 
         def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
@@ -82,17 +83,21 @@ class Spread(SelectsInRounds):
             keys, values = both.split([keys.shape[-1], values.shape[-1]], -1)
             ctx.add(index, near.where, forth(index, keys), values)
 
-        for index in range(ctx.num_layers):
+        for index in range(1, ctx.num_layers):
             hidden = ctx.layer(index, hidden, partial(spread, index, copied.of(index, telling)))
         return hidden
 
-    def _choose(self, ctx: PrefillContext, copied: "Copied") -> Tensor:
+    def _choose(self, ctx: PrefillContext, copied: "Copied", first: "FirstLayer") -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
         scored = ctx.scoring_layers[: self.score_layers]
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
-            hidden, scores = ctx.embed(computed), torch.zeros(ctx.plan.num_tokens)
-            for index in range(scored[-1] + 1):
+            scores = torch.zeros(ctx.plan.num_tokens)
+            hidden = first.left(computed)
+            if 0 in scored:
+                first.query(computed)
+                scores += self.score(ctx, 0, asking)
+            for index in range(1, scored[-1] + 1):
                 copied.keep(index, computed & ctx.plan.grafted)
                 if index < scored[-1]:
                     hidden = ctx.layer(index, hidden)
@@ -113,6 +118,35 @@ class Spread(SelectsInRounds):
         telling = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
         few = plan.segments[telling].bincount(minlength=plan.num_tokens) < FEWEST_TELLING
         return telling & ~few[plan.segments]
+
+
+class FirstLayer:
+    """What leaves layer 0, computed once for each token.
+
+    Keys and values of layer 0 depend on a token and its position alone. So copied ones are exact, and
+    what leaves the layer does not depend on which tokens are recomputed.
+    """
+
+    def __init__(self, ctx: PrefillContext) -> None:
+        self._ctx = ctx
+        self._left: Hidden | None = None
+        self._latest: Hidden | None = None  # what the last call has computed
+
+    def left(self, where: Tensor) -> Hidden:
+        """Return the states of these tokens, bool [T], that enter layer 1."""
+        known, self._latest = self._left, None
+        missing = where if known is None else where & ~known.where
+        if known is None or missing.any():
+            self._latest = new = self._ctx.layer(0, self._ctx.embed(missing))
+            self._left = known = new if known is None else known.joined(new)
+            if where.equal(missing):
+                return new
+        return known if where.equal(known.where) else known.only(where)
+
+    def query(self, where: Tensor) -> None:
+        """Have the host hold the queries of these tokens, bool [T], if they were not computed last."""
+        if self._latest is None or not where.equal(self._latest.where):
+            self._ctx.project(0, self._ctx.embed(where))
 
 
 class Copied:
