@@ -14,6 +14,7 @@ from kvgraft.evaluate.recording import Record, Recorded
 from kvgraft.prefill.contrast import (
     CONTEXT_TOKENS,
     HEAD_TOKENS,
+    MOST_SHARE,
     NEAR_TOKENS,
     PHRASE_TOKENS,
     SLOT_TOKENS,
@@ -29,15 +30,11 @@ from kvgraft.segments.matches import Match
 from kvgraft.testbed import MODEL_DIR
 from properties import examples
 
-FORM = [*range(10, 20), 0, *range(20, 30), 0, *range(30, 40)]  # 0: a value
+FORM = [*range(1000, 1020), 0, *range(1020, 1040), 0, *range(1040, 1062)]  # 0: a value
 SIZE = len(FORM)
 ZEROS = repeat(0)
 # the beginning, values, and what stands next to them
-DIFFERING = [
-    *range(START_TOKENS),
-    *range(10 - NEAR_TOKENS, 11 + NEAR_TOKENS),
-    *range(21 - NEAR_TOKENS, 22 + NEAR_TOKENS),
-]
+DIFFERING = [*range(START_TOKENS), *(at + near for at in (20, 41) for near in range(-NEAR_TOKENS, NEAR_TOKENS + 1))]
 
 
 def filled(*values: int) -> list[int]:
@@ -103,7 +100,7 @@ def test_turns_that_move_together_were_read_together():
     tokens, total = torch.tensor([*texts[0], *texts[1], 999]), 2 * SIZE + 1
     together = Plan.for_prompt(total, 4, matches=matches)
     assert not distinguishing_tokens(together, tokens, 0.3).any()
-    apart = [matches[0], Match(SIZE, SIZE, 300, np.arange(8), 0, 99)]
+    apart = [matches[0], Match(SIZE, SIZE, 300, np.arange(16), 0, 99)]
     plan = Plan.for_prompt(total, 4, matches=apart)
     assert distinguishing_tokens(plan, tokens, 0.3).any()
     both = Plan.batch([plan, together])
@@ -125,8 +122,8 @@ def test_equal_texts_and_unlike_texts_have_nothing_that_differs():
 
 
 def test_only_segments_that_share_enough_look_alike():
-    texts = [filled(50, 51), [*filled(60, 61), *range(100, 200)], [*filled(70, 71), *range(200, 210)]]
-    found = chosen(texts, [1, 2, 3])  # the form is 30 of 132 tokens, of 42
+    texts = [filled(50, 51), [*filled(60, 61), *range(100, 300)], [*filled(70, 71), *range(400, 410)]]
+    found = chosen(texts, [1, 2, 3])  # the form is 62 of 264 tokens, of 74
     first = SIZE + len(texts[1])
     assert found == [first + at for at in (*DIFFERING, *range(SIZE - NEAR_TOKENS, SIZE + 10))]
 
@@ -147,9 +144,17 @@ def test_of_long_stretches_the_beginning_is_recomputed():
         assert second == [*range(6 + expected + NEAR_TOKENS)]
 
 
+def test_texts_that_hardly_share_more_than_their_form_are_recomputed_whole():
+    short = [[*FORM[:5], value, *FORM[6:11], value + 1] for value in (50, 60)]
+    assert chosen(short, [1, 2]) == [*range(24)]
+    other = list(range(200, 260))
+    assert chosen([*short, other], [1, 2, 3]) == [*range(24)]
+    assert chosen(short, [1, None]) == []
+
+
 def test_a_value_that_some_of_the_others_share_is_found_too():
     values = [(50, 70), (51, 70), (52, 71), (53, 71)]
-    names, places = ({size * SIZE + at for size in range(1, 4)} for at in (10, 21))
+    names, places = ({size * SIZE + at for size in range(1, 4)} for at in (20, 41))
     assert names | places < {*chosen([filled(*pair) for pair in values], [1, 2, 3, 4])}
     together = [(50, 70), (50, 70), (50, 71), (50, 71)]
     assert places < {*chosen([filled(*pair) for pair in together], [1, 2, 3, 4])}
@@ -157,13 +162,13 @@ def test_a_value_that_some_of_the_others_share_is_found_too():
 
 
 def test_a_value_is_found_that_only_the_first_text_has_otherwise():
-    assert 21 + SIZE in chosen([filled(50, 70), filled(51, 71), filled(52, 71)], [1, 2, 3])
+    assert 41 + SIZE in chosen([filled(50, 70), filled(51, 71), filled(52, 71)], [1, 2, 3])
 
 
 def test_what_an_earlier_prompt_has_left_in_place_stays():
     texts = [filled(50, 51), filled(60, 61)]
-    match = Match(SIZE, SIZE, 300, np.arange(8), 0, 2)
-    plan = Plan.for_prompt(2 * SIZE + 1, 4, prefix_blocks=range(8), matches=[match], in_place=range(8))
+    match = Match(SIZE, SIZE, 300, np.arange(16), 0, 2)
+    plan = Plan.for_prompt(2 * SIZE + 1, 4, prefix_blocks=range(16), matches=[match], in_place=range(16))
     found = distinguishing_tokens(plan, torch.tensor([*texts[0], *texts[1], 999]), 0.3)
     assert plan.grafted[:SIZE].all()
     assert found.nonzero()[:, 0].tolist() == behind(1)
@@ -173,7 +178,7 @@ def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
     """As A and B of one prompt and C and D of another are asked as A, D, C: A and D stand where they stood."""
     texts = [filled(50, 51), filled(60, 61), filled(70, 71)]
     sources = [(0, 0, 1), (SIZE, SIZE, 2), (2 * SIZE, 0, 2)]  # place, place where it was read, reading
-    matches = [Match(at, SIZE, origin, np.arange(16), 0, source) for at, origin, source in sources]
+    matches = [Match(at, SIZE, origin, np.arange(32), 0, source) for at, origin, source in sources]
     tokens = torch.tensor([token for text in texts for token in text] + [999])
     found = distinguishing_tokens(Plan.for_prompt(3 * SIZE + 1, 2, matches=matches), tokens, 0.3)
     starts, values = range(START_TOKENS), DIFFERING[START_TOKENS:]  # A and D move as one segment
@@ -218,7 +223,7 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         for segment, mine in members.items()
         if sum(shared[at] for at in mine) >= max(WORDING_SHARE * len(mine), 1)
     }
-    alike, in_place = set(), plan.in_place.tolist()
+    alike, similar, in_place = set(), [], plan.in_place.tolist()
     for prompt in range(len(plan.lengths)):
         mine = [at for at in range(total) if segments[at] in candidates and prompts[at] == prompt]
         known = [at for at in mine if copied[at] and not in_place[at]]
@@ -227,6 +232,7 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
                 at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
             ]
             alike |= {segments[at] for at in known if others and at >= others[0]}
+            similar.append(known)
     slots: set[int] = set()
     for segment in alike:
         run: list[int] = []
@@ -257,6 +263,10 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
             continue
         for at in mine:
             wide[at] = any(near in slots for near in mine if abs(near - at) <= NEAR_TOKENS) or at in mine[:START_TOKENS]
+    for known in similar:
+        if sum(wide[at] for at in known) > MOST_SHARE * len(known):
+            for at in known:
+                wide[at] = True
     return wide
 
 
@@ -275,13 +285,17 @@ def test_it_is_what_its_definition_says(data: st.DataObject):
     assert found.tolist() == slow(plan, tokens, share)
 
 
+REST = " the small garden rested near the old bridge . the meadow was bright . the house near the market ended ."
 SHEETS = [
     " ".join(
-        f"the code of {thing} is {number} . the old market rested near the meadow . the bright house ended ."
+        f"the code of {thing} is {number} . the old market rested near the meadow . the bright house ended ." + REST
         for thing, number in zip(things, numbers, strict=True)
     )
     for things, numbers in ((("lamp", "bell"), (42, 17)), (("jade", "cup"), (90, 23)), (("fork", "lock"), (84, 36)))
 ]
+
+
+ONE = SamplingParams(max_tokens=1)
 
 
 def ask(engine: Engine, policy: str) -> tuple[Result, Record]:
@@ -307,9 +321,26 @@ def test_spread_recomputes_them_in_every_layer_and_counts_them(together: bool):
         assert differing == 0
         assert ours.report.recomputed_tokens == plain.report.recomputed_tokens
     else:
-        assert 2 * 4 * 2 / 2 < differing < 0.7 * ours.report.grafted_tokens
+        assert 2 * 4 * 2 / 2 < differing < 0.5 * ours.report.grafted_tokens
         assert ours.report.recomputed_tokens > plain.report.recomputed_tokens
     assert int(record.computed[-1].sum()) == ours.report.recomputed_tokens + ours.report.fresh_tokens
+
+
+def test_a_prompt_of_short_sheets_is_computed_whole_and_counted():
+    short = [sheet.replace(REST, "") for sheet in SHEETS]
+    engine = Engine(MODEL_DIR, dtype="float32", kv_gib=0.5)
+    for number, sheet in enumerate(short):
+        engine.generate([Request([f"note {number} : ", Segment(sheet)], "full", SamplingParams(max_tokens=1))])
+    parts = [part for sheet in short for part in ("then : ", Segment(sheet))]
+    full, ours = (
+        engine.generate(
+            [Request([*parts, " question : code of jade ? answer :"], policy, ONE, remember=False, return_logits=True)]
+        )[0]
+        for policy in ("full", "spread")
+    )
+    report = ours.report
+    assert report.recomputed_tokens == report.grafted_tokens == report.counts["rejected_tokens"] > 0
+    torch.testing.assert_close(ours.logits, full.logits, atol=2e-4, rtol=0)
 
 
 def test_the_share_is_checked():

@@ -24,6 +24,7 @@ VALUE_TOKENS = 4  # the longest value that is found although some segments share
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
+MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all of them are
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
@@ -44,7 +45,8 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
     or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
     The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone comes out wrong), and the
-    first `START_TOKENS` of each segment with a slot.
+    first `START_TOKENS` of each segment with a slot; all tokens of all candidates if that would be more
+    than `MOST_SHARE` of them.
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
@@ -58,10 +60,11 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     wording = text.shared(counts, WORDING_TOKENS)
     candidates = (np.bincount(segments, wording) >= np.maximum(WORDING_SHARE * counts, 1))[segments]
     phrases = text.shared(counts, PHRASE_TOKENS)
-    alike = np.zeros_like(candidates)
+    similar, alike = np.zeros((2, *candidates.shape), bool)
     for prompt in plan.prompts:
         mine = candidates[prompt] & text.copied[prompt]
         if phrases[prompt][mine].sum() >= max(alike_share * wording[prompt][mine].sum(), 1):
+            similar[prompt] = mine
             alike[prompt] = mine & text.behind_another(prompt, candidates)
     if not alike.any():
         return torch.zeros_like(plan.fresh)
@@ -70,7 +73,11 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     short = (np.bincount(runs)[runs] <= SLOT_TOKENS) | (_places(runs) < HEAD_TOKENS)
     slots = ((~wording & short) | text.values(candidates | ~text.copied)) & alike
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
-    return torch.from_numpy(_widened(slots, segments) | starts)
+    found = _widened(slots, segments) | starts
+    for prompt in plan.prompts:
+        if found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
+            found[prompt] = similar[prompt]
+    return torch.from_numpy(found)
 
 
 class _Text:

@@ -79,8 +79,11 @@ class SelectsInRounds(SelectsByAttention):
         computed, asking = plan.fresh | chosen, self.asking(plan) | tail
         in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
         for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
+            left = plan.grafted & ~chosen
+            if not left.any():
+                break
             scores = probe(computed, asking)
-            found = plan.top_share(scores, share, plan.grafted & ~chosen, in_place)
+            found = plan.top_share(scores, share, left, in_place)
             if not found.any():
                 break
             chosen = chosen | found
