@@ -143,7 +143,8 @@ class CacheLookup:
         """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
         page, offset = np.divmod(plan.graft_sources.numpy(), self.pool.block_size)
         pages = np.vstack((page[None], self.local_pages.of(page).T))  # [lists, g]
-        return torch.from_numpy(np.where(pages < 0, -1, pages * self.pool.block_size + offset))
+        slots = np.where(pages < 0, -1, pages * self.pool.block_size + offset)
+        return torch.from_numpy(np.ascontiguousarray(slots))
 
     def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
         """Pages of the leading full blocks of a token sequence, as far as they are cached."""
