@@ -2,15 +2,19 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import warm
 from draft_models import make_eagle, make_eagle3, make_target
 from engines import BLOCK, ENVIRONMENT, EVERY_HEAD, EVERYTHING, NAIVE, OFF, words
 
 from kvgraft.kv.heads import HEAD_MAP_FILE
+from kvgraft.prefill.context import Hidden
+from kvgraft.vllm.prefill import VllmPrefill
 from models import make_head_map, make_model
 
 pytestmark = pytest.mark.slow
@@ -103,3 +107,18 @@ def test_a_prompt_of_which_a_part_is_kept_is_drafted_from_nothing(drafted: Asked
     """Not from what others have left in its blocks."""
     [*_, kept] = drafted.values()
     assert not np.array(kept["draft"])[:, :BLOCK].any()
+
+
+def test_what_enters_a_layer_in_parts_is_kept_whole():
+    """As layer 0 under `spread`; of a token that is computed twice the later state counts."""
+    ctx = object.__new__(VllmPrefill)
+    ctx._host, ctx._entered = SimpleNamespace(drafter=SimpleNamespace(entering=(0,))), {}  # type: ignore[assignment]
+    for tokens, value in (((0, 2, 3), 1.0), ((1, 3), 2.0)):
+        where = torch.zeros(5, dtype=torch.bool)
+        where[list(tokens)] = True
+        ctx._enter(0, Hidden(torch.full((len(tokens), 2), value), where))
+        ctx._enter(1, Hidden(torch.zeros(len(tokens), 2), where))
+    [(index, entered)] = ctx._entered.items()
+    assert index == 0
+    assert entered.where.tolist() == [True, True, True, True, False]
+    assert entered.states[:, 0].tolist() == [1.0, 2.0, 1.0, 2.0]

@@ -116,9 +116,8 @@ class PagedPrefill(PrefillContext):
         """Return source slots, target slots [lists, g] and shifts [g] of the tokens to copy, int64 on the cache's
         device."""
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
-        uploaded = (part.to(target.device, non_blocking=True) for part in (sources, self.plan.graft_shifts))
-        source, shifts = uploaded
-        return source, target, shifts
+        shifts = self.plan.graft_shifts.to(target.device, non_blocking=True)
+        return sources.to(target.device, non_blocking=True), target, shifts
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"

@@ -129,9 +129,13 @@ class VllmPrefill(PagedPrefill):
             drafter.run(tokens[chunk.rows].to(chunk.positions.device), chunk.positions, chunk.slots[0], common, given)
 
     def _enter(self, index: int, hidden: Hidden) -> None:
-        """Something enters a layer."""
-        if self._host.drafter is not None and index in self._host.drafter.entering:
-            self._entered[index] = hidden
+        """Keep what enters a layer for the drafter; a policy may compute a layer in parts."""
+        if self._host.drafter is None or index not in self._host.drafter.entering:
+            return
+        known = self._entered.get(index)
+        if known is not None and (others := known.where & ~hidden.where).any():
+            hidden = hidden.joined(known.only(others))
+        self._entered[index] = hidden
 
     def _counterparts(self, group: int, slots: Tensor) -> Tensor:
         """Slots int64 [n] of sources in the main group -> in another one."""
