@@ -21,6 +21,8 @@ SKETCH_S = 0.5
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     arguments = ["--replicas", "2", "--sketch-s", str(SKETCH_S), "--kvgraft-store-dir", str(folder / "store")]
+    # By measured costs, a server that was disturbed while it measured them may refuse to graft.
+    arguments += ["--kvgraft-costs", "tokens"]
     with running_fleet(arguments, folder / "log", {}) as started:
         started.wait_for(2)
         yield started
