@@ -30,14 +30,20 @@ from kvgraft.kernels import dispatch
 from kvgraft.kernels.cpu import align as cpu_align
 from kvgraft.kernels.cpu import attention as cpu_attention
 from kvgraft.kernels.layout import AttentionLayout, Context
-from kvgraft.kernels.triton import align, attention, mass
+from kvgraft.kernels.reference import rows as torch_rows
+from kvgraft.kernels.triton import align, attention, mass, rows
 from kvgraft.prefill.stages import StageTimes
 
 CUDA = torch.device("cuda", 0)
 ROOT = str(Path(kvgraft.__file__).parent)
 PROCESSORS = 132  # of an H100 or H200
 CAPABILITY = (9, 0)
-LAUNCHED = {align: ("_align_copy", "_align_paged"), attention: ("_segpaged", "_join"), mass: ("_weigh", "_receive")}
+LAUNCHED = {
+    align: ("_align_copy", "_align_paged"),
+    attention: ("_segpaged", "_join"),
+    mass: ("_weigh", "_receive"),
+    rows: ("_add_norm", "_norm_rotate", "_silu_mul", "_write_rows"),
+}
 
 _VIEWS = frozenset(
     (
@@ -306,9 +312,13 @@ class FakeDevice(TorchDispatchMode):
     def _kernel(self, real: Callable[..., Any], name: str, device_type: str, implementation: Any = None) -> Any:
         counted = real(name, device_type, implementation)
         on_cpu: dict[str, Callable[..., Any]] = {
+            "add_norm": torch_rows.add_norm,
             "align_copy": cpu_align.align_copy,
             "attention_mass": cpu_attention.attention_mass,
+            "norm_rotate": torch_rows.norm_rotate,
             "segpaged_attention": cpu_attention.segpaged_attention,
+            "silu_mul": torch_rows.silu_mul,
+            "write_rows": torch_rows.write_rows,
         }
         if device_type != "cuda" or name not in on_cpu:
             return counted
@@ -317,8 +327,8 @@ class FakeDevice(TorchDispatchMode):
             counted(*args)
             operations, self._operations = self._operations, None
             try:
-                held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else _held(arg) for arg in args]
-                return tree_map(_on_cuda, on_cpu[name](*held))
+                held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args]
+                return tree_map(_on_cuda, on_cpu[name](*tree_map(_held, held)))
             finally:
                 self._operations = operations
 

@@ -15,15 +15,15 @@ LAYERS, TOKENS = 8, 512
 PAGES, ROOM = 400, 8192
 # what a recovery of one prompt asks of a device at most: launches, waits inside, uploads that wait
 BARS = {
-    "full": (190, 0, 3),
-    "naive": (204, 0, 3),
-    "epic": (204, 0, 3),
-    "spread": (712, 6, 15),
-    "transitive": (364, 3, 6),
-    "sparsex": (237, 1, 4),
-    "cacheblend": (250, 2, 3),
+    "full": (118, 0, 3),
+    "naive": (132, 0, 3),
+    "epic": (132, 0, 3),
+    "spread": (578, 6, 15),
+    "transitive": (244, 3, 6),
+    "sparsex": (158, 1, 4),
+    "cacheblend": (171, 2, 3),
 }
-A_LAYER = {"full": 21, "naive": 21, "epic": 21, "sparsex": 21, "cacheblend": 21, "spread": 55}  # launches
+A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 45}  # launches
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ def test_the_device_decides_unless_the_caller_does() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'metal' of align_copy: allowed are reference, cpu, triton"):
         kernel("align_copy", "cpu", "metal")
-    with pytest.raises(ValueError, match=r"'align': allowed are align_copy"):
+    with pytest.raises(ValueError, match=r"'align': allowed are .*align_copy"):
         kernel("align", "cpu")
 
 

@@ -18,6 +18,24 @@ for dtype in DTYPES:
     for values in (pool.clone(), None):
         dispatch.align_copy(pool, values, range(2), slots, slots + 8, turn, turn, implementation="triton")
 """
+ROWS = """
+from kvgraft.kernels import rows
+from kvgraft.kernels.heads import LayerHeads
+
+heads = LayerHeads(tuple(range(8)), (0,) * 8, (False,) * 8)
+for dtype in DTYPES:
+    for dim in (80, 128):
+        x, turn = torch.zeros(20, 48, dim, dtype=dtype), torch.zeros(20, dim // 2)
+        for weight in (x[0], None):
+            rows.norm_rotate(x, weight, 1e-6, turn, turn, implementation="triton")
+        pool, new = torch.zeros(8, 64, dim, dtype=dtype), x[:, :8]
+        for count in (1, 2):
+            pools, parts, at = (pool, pool)[:count], (new, new)[:count], torch.arange(20)[None]
+            rows.write_rows(pools, parts, heads, at, implementation="triton")
+    states, weight = torch.zeros(20, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    rows.add_norm(states, states, weight, 1e-6, implementation="triton")
+    rows.silu_mul(states, implementation="triton")
+"""
 TOPK = """
 for remap in (False, True):
     scores, lengths = torch.zeros(2, 3000), torch.ones(2, dtype=torch.int64)
@@ -79,12 +97,13 @@ compile_only()
     ("calls", "kernels"),
     [
         (HALF + ALIGN, {"_align_copy"}),
+        (HALF + ROWS, {"_add_norm", "_norm_rotate", "_silu_mul", "_write_rows"}),
         (TOPK, {"_radix"}),
         pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.slow),
         pytest.param(HALF + ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.soak),
         pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
     ],
-    ids=["align", "topk", "attention", "attention, three dtypes", "flows"],
+    ids=["align", "rows", "topk", "attention", "attention, three dtypes", "flows"],
 )
 def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -36,7 +36,7 @@ def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Seq
             attended[list(dense)] = segpaged_attention(query[list(dense)], cache.keys, cache.values, heads, part, scale)
         for batch in sparse:
             attended[batch.rows] = batch.attend(query[batch.rows], flows.at(layer, batch.indexer), scale)
-        hidden = decoder.feed_forward(layer, decoder.add_attention(layer, hidden, attended.flatten(1)))
+        hidden = decoder.after_attention(layer, hidden, attended.flatten(1))
     return decoder.logits(hidden)
 
 

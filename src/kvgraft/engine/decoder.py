@@ -1,7 +1,6 @@
 """A Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek decoder over rows of hidden states.
 
-It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `add_attention` and
-`feed_forward`.
+It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `after_attention`.
 The rows of a call are independent, so they may belong to any tokens of any requests.
 """
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvgraft.engine import experts, latent
 from kvgraft.engine.config import ModelConfig, load_config
 from kvgraft.engine.weights import LayerWeights, Weights, load_weights
-from kvgraft.kv.rope import rotate
+from kvgraft.kernels.rows import add_norm, norm_rotate, silu_mul
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,30 +75,42 @@ class Decoder:
             return q, k, k
         heads = F.linear(normed, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, config.head_dim))
         qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
-        if qk_norm is not None:
-            qk = F.rms_norm(qk, (config.head_dim,), None, config.norm_eps).mul_(qk_norm)
-        q, k = rotate(qk, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
+        turned = norm_rotate(qk, qk_norm, config.norm_eps, cos, sin)
+        q, k = turned.split((config.num_heads, config.num_kv_heads), dim=1)
         return q, k, v
 
+    def after_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that leave it [n, D]."""
+        output, weight = self._output(layer, attended), self.weights.layers[layer].post_norm
+        after, normed = add_norm(output, hidden, weight, self.config.norm_eps)
+        return self._mlp(layer, normed).add_(after)
+
     def add_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that enter its FFN [n, D]."""
-        weights = self.weights.layers[layer]
-        if self.config.latent is not None:
-            attended = latent.values(self.config.latent, weights, attended)
-        return F.linear(attended, weights.out, weights.out_bias).add_(hidden)
+        """The first half of `after_attention` -> hidden states that enter the FFN [n, D]."""
+        return self._output(layer, attended).add_(hidden)
 
     def feed_forward(self, layer: int, hidden: Tensor) -> Tensor:
-        """Hidden states [n, D] after the attention of `layer` -> those that leave it [n, D]."""
-        weights = self.weights.layers[layer]
-        normed = self._norm(hidden, weights.post_norm)
-        if self.config.experts is not None and weights.router is not None:
-            return experts.mix(self.config.experts, normed, weights.router, weights.gate_up, weights.down).add_(hidden)
-        inner = experts.gated(F.linear(normed, weights.gate_up, weights.gate_up_bias))  # [n, F]
-        return F.linear(inner, weights.down, weights.down_bias).add_(hidden)
+        """The second half of `after_attention`, of hidden states [n, D] that enter the FFN."""
+        return self._mlp(layer, self._norm(hidden, self.weights.layers[layer].post_norm)).add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, D] that left the last layer -> float32 logits [n, V]."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _output(self, layer: int, attended: Tensor) -> Tensor:
+        """What the attention [n, Hq d] of `layer` adds to the hidden states, [n, D]."""
+        weights = self.weights.layers[layer]
+        if self.config.latent is not None:
+            attended = latent.values(self.config.latent, weights, attended)
+        return F.linear(attended, weights.out, weights.out_bias)
+
+    def _mlp(self, layer: int, normed: Tensor) -> Tensor:
+        """What the FFN of `layer` adds to the hidden states, [n, D]."""
+        weights = self.weights.layers[layer]
+        if self.config.experts is not None and weights.router is not None:
+            return experts.mix(self.config.experts, normed, weights.router, weights.gate_up, weights.down)
+        inner = silu_mul(F.linear(normed, weights.gate_up, weights.gate_up_bias))  # [n, F]
+        return F.linear(inner, weights.down, weights.down_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.engine.checkpoint import UnsupportedModel
+from kvgraft.kernels.rows import silu_mul
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,6 @@ def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: T
     for expert, mine in enumerate(pairs):
         if mine.numel():
             where = mine // experts.active
-            outputs = F.linear(gated(F.linear(rows[where], gate_up[expert])), down[expert])
+            outputs = F.linear(silu_mul(F.linear(rows[where], gate_up[expert])), down[expert])
             mixed.index_add_(0, where, outputs.mul_(weights[mine, None]))
     return mixed
-
-
-def gated(rows: Tensor) -> Tensor:
-    """SwiGLU: gate and up side by side [n, 2 F] -> [n, F]; overwrites the gate."""
-    gate, up = rows.chunk(2, dim=-1)
-    return F.silu(gate, inplace=True).mul_(up)

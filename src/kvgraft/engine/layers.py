@@ -34,8 +34,7 @@ class NativeLayers(LayerHost):
         attended = attend(*self._decoder.project(index, states, *self.rope.fresh_table(positions)))
         if attended is None:
             return states[:0]
-        after = self._decoder.add_attention(index, states[rows], attended.flatten(1))
-        return self._decoder.feed_forward(index, after)
+        return self._decoder.after_attention(index, states[rows], attended.flatten(1))
 
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
         return self._cache.read(index, self._slots[:, places])

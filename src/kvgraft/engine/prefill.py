@@ -115,9 +115,9 @@ class NativePrefill(PagedPrefill):
             rows, query = self._project(index, hidden)
             if before_attention is not None:
                 before_attention()
-            attended = self._attend(index, hidden, rows, query, self._cache.layout.layers[index])
+            attended = self._attend(index, rows, query, self._cache.layout.layers[index])
             self.ffn_flops += rows.counts * self._decoder.config.ffn_flops(index)
-            return hidden.with_states(self._decoder.feed_forward(index, attended))
+            return hidden.with_states(self._decoder.after_attention(index, hidden.states, attended))
 
     def project(self, index: int, hidden: Hidden) -> None:
         with self._timed("select"):
@@ -133,7 +133,8 @@ class NativePrefill(PagedPrefill):
             if computed_at != index or self._rows is None or not where.equal(hidden.where):
                 raise ValueError(f"layer {index} has no projection of these tokens")
             heads = replace(self._cache.layout.layers[index], local=local)
-            return hidden.with_states(self._attend(index, hidden, self._rows, query, heads))
+            attended = self._attend(index, self._rows, query, heads)
+            return hidden.with_states(self._decoder.add_attention(index, hidden.states, attended))
 
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
         with self._timed(self._stage(hidden)):
@@ -186,16 +187,16 @@ class NativePrefill(PagedPrefill):
         self._query = (index, hidden.where, query)
         return rows, query
 
-    def _attend(self, index: int, hidden: Hidden, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
-        """States [n, D] that enter the FFN."""
+    def _attend(self, index: int, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
+        """Attention of the rows, [n, Hq * d]."""
         keys, values, config = self._cache.keys, self._cache.values, self._decoder.config
-        attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(1)  # [n, Hq * d]
+        attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(1)
         self.computed += rows.counts
         num_local = sum(heads.local)
         seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local  # by all KV heads together
         self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
         self.attention_flops += rows.counts * config.output_flops
-        return self._decoder.add_attention(index, hidden.states, attended)
+        return attended
 
     @cached_property
     def _grafted_everywhere(self) -> Tensor:

@@ -206,8 +206,7 @@ class _Layers:
             size = query.shape[1] // keys.shape[1]
             own, group = slice(windowed, windowed + 1), slice(windowed * size, (windowed + 1) * size)
             attended[:, group] = causal_attention(query[:, group], keys[:, own], values[:, own], scale, self.visible)
-        hidden = self.decoder.add_attention(index, hidden, attended.flatten(1))
-        return self.decoder.feed_forward(index, hidden)
+        return self.decoder.after_attention(index, hidden, attended.flatten(1))
 
 
 @torch.inference_mode()
@@ -247,8 +246,7 @@ def _attend(
             masses.append((weights * far[:, None, None]).sum(-1))
         output = torch.cat(outputs)
         yield output[first:], torch.cat(masses)[first:]
-        hidden = decoder.add_attention(layer, hidden, output.flatten(1).to(hidden.dtype))
-        hidden = decoder.feed_forward(layer, hidden)
+        hidden = decoder.after_attention(layer, hidden, output.flatten(1).to(hidden.dtype))
 
 
 def render(found: Profile) -> RenderableType:

@@ -14,7 +14,13 @@ from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.watched import watched
 from kvgraft.kernels.workload import Lengths
 
+_ROWS = {  # plain torch is the CPU's, too
+    "reference": "kvgraft.kernels.reference.rows",
+    "cpu": "kvgraft.kernels.reference.rows",
+    "triton": "kvgraft.kernels.triton.rows",
+}
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
+    "add_norm": _ROWS,
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
     "align_paged": {  # with plain torch for CUDA without Triton
         "reference": "kvgraft.kernels.reference.align",
@@ -28,8 +34,11 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     },
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
     "generated": {"triton": "kvgraft.kernels.triton.generated"},
+    "norm_rotate": _ROWS,
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
+    "silu_mul": _ROWS,
+    "write_rows": _ROWS,
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised caches

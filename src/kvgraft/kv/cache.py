@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.rows import write_rows
 from kvgraft.kv.heads import StreamLayout
 
 
@@ -61,10 +62,7 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
-        for head_set in self.layout.layers[layer].every:
-            for pool, new in zip(self.pools, (keys, values), strict=False):
-                part = new[:, head_set.places].transpose(0, 1)  # [h, n, d]
-                pool[head_set.streams].index_copy_(1, slots[head_set.page_list], part)
+        write_rows(self.pools, (keys, values)[: len(self.pools)], self.layout.layers[layer], slots)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""

@@ -5,8 +5,6 @@ log-sum-exp. The beginning of a long prompt, a plain causal triangle for heads t
 attention, on a copy of its keys and values: to make it takes little beside what it is for.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
-from kvgraft.kernels.triton.tiles import parts_of, splits_of, tile_of
+from kvgraft.kernels.triton.tiles import parts_of, places_of, splits_of, tile_of
 
 TRIANGLE = 4096  # queries from which PyTorch's flash attention is faster, with the copy
 FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of heads, at most, and in eights; of devices, at least
@@ -87,7 +85,7 @@ def _paged(
     output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=dtype, device=query.device)
     weight = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
     _segpaged[len(tiles), len(heads.streams), splits](
-        query, keys, values, output, weight, tiles, layout.query_positions, slots, _places(heads, query.device),
+        query, keys, values, output, weight, tiles, layout.query_positions, slots, places_of(heads, query.device),
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
@@ -100,12 +98,6 @@ def _paged(
     tile = min(most, max(1, JOINED // dim))
     _join[(rows,)](output, weight, joined, splits, rows, head_dim, SPLITS=most, TILE=tile, DIM=dim)
     return joined
-
-
-@lru_cache(maxsize=1024)
-def _places(heads: LayerHeads, device: torch.device) -> Tensor:
-    """int32 [3, Hkv]: list, stream and whether local, of each head."""
-    return torch.tensor([heads.page_lists, heads.streams, heads.local], dtype=torch.int32).to(device)
 
 
 @triton.jit

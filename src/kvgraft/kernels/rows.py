@@ -1,0 +1,82 @@
+"""What a decoder layer does to rows beside matrices and attention: one launch each on CUDA.
+
+The tensors come from the engine, so that only what differs between calls is checked.
+"""
+
+from torch import Tensor
+
+from kvgraft.kernels import dispatch
+from kvgraft.kernels.heads import LayerHeads
+
+
+def norm_rotate(
+    heads: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """Normalise each head (RMSNorm), then rotate it (RoPE).
+
+    Args:
+        heads: [n, H, d]; the last dimension is contiguous.
+        weight: [H, d] of the norm; None leaves it out.
+        cos, sin: float32 [n, d / 2], contiguous.
+        implementation: reference | triton; by default the device decides.
+
+    Returns:
+        [n, H, d] in the dtype of `heads`.
+    """
+    turned: Tensor = dispatch.kernel("norm_rotate", heads.device.type, implementation)(heads, weight, eps, cos, sin)
+    return turned
+
+
+def write_rows(
+    pools: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    heads: LayerHeads,
+    slots: Tensor,
+    *,
+    implementation: str | None = None,
+) -> None:
+    """Store keys and values of one layer in the pool.
+
+    Args:
+        pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each; alike.
+        rows: what is stored in each pool, [n, Hkv, d] with equal strides, the last being 1.
+        heads: which stream and which page list each KV head has.
+        slots: int64 [page lists, n].
+        implementation: reference | triton; by default the device decides.
+    """
+    dispatch.kernel("write_rows", slots.device.type, implementation)(pools, rows, heads, slots)
+
+
+def add_norm(
+    rows: Tensor, residual: Tensor, weight: Tensor, eps: float, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add the residual stream and normalise the sum (RMSNorm).
+
+    Args:
+        rows: [n, D], contiguous; overwritten by the sum.
+        residual: [n, D], contiguous.
+        weight: [D].
+        implementation: reference | triton; by default the device decides.
+
+    Returns:
+        The sum and the normalised sum, [n, D] each.
+    """
+    run = dispatch.kernel("add_norm", rows.device.type, implementation)
+    total, normed = run(rows, residual, weight, eps)
+    return total, normed
+
+
+def silu_mul(gate_up: Tensor, *, implementation: str | None = None) -> Tensor:
+    """SwiGLU of gate and up side by side, [n, 2 F] -> [n, F]; may overwrite its input.
+
+    Args:
+        implementation: reference | triton; by default the device decides.
+    """
+    inner: Tensor = dispatch.kernel("silu_mul", gate_up.device.type, implementation)(gate_up)
+    return inner

@@ -1,0 +1,128 @@
+"""What a decoder layer does to rows beside matrices and attention, in one Triton kernel each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.triton.tiles import places_of
+
+ROWS = 8  # that a program takes
+WIDTH = 1024  # numbers of a row that a program of `_silu_mul` takes
+
+
+def norm_rotate(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `kvgraft.kernels.rows.norm_rotate`."""
+    num_rows, num_heads, head_dim = heads.shape
+    turned = heads.new_empty(heads.shape)
+    if num_rows:
+        _norm_rotate[triton.cdiv(num_rows, ROWS), num_heads](
+            heads, weight, turned, cos, sin, eps, *heads.stride()[:2], num_rows, num_heads, head_dim // 2,
+            ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), NORM=weight is not None,
+        )  # fmt: skip
+    return turned
+
+
+def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> None:
+    """See `kvgraft.kernels.rows.write_rows`."""
+    num_rows, num_heads, head_dim = rows[0].shape
+    if num_rows:
+        _write_rows[triton.cdiv(num_rows, ROWS), num_heads](
+            pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device), pools[0].stride(0),
+            *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads, head_dim,
+            ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1,
+        )  # fmt: skip
+
+
+def add_norm(rows: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `kvgraft.kernels.rows.add_norm`."""
+    num_rows, size = rows.shape
+    normed = torch.empty_like(rows)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        warps = min(16, max(4, block // 512))
+        _add_norm[(num_rows,)](rows, residual, weight, normed, eps, size, BLOCK=block, num_warps=warps)
+    return rows, normed
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `kvgraft.kernels.rows.silu_mul`."""
+    num_rows, size = len(gate_up), gate_up.shape[1] // 2
+    inner = gate_up.new_empty(num_rows, size)
+    if num_rows:
+        _silu_mul[num_rows, triton.cdiv(size, WIDTH)](gate_up, inner, gate_up.stride(0), size, WIDTH=WIDTH)
+    return inner
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_rotate(  # type: ignore[no-untyped-def]
+    heads, weight, turned, cos, sin, eps, row_stride, head_stride, num_rows, num_heads, half,
+    ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of ROWS rows."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    head, dim = tl.program_id(1), tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (row < num_rows) & (dim < half)
+    at = heads + row * row_stride + head * head_stride + dim
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        weights = weight + head * 2 * half + dim
+        first *= scale * tl.load(weights, mask=dim < half, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weights + half, mask=dim < half, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * half + dim, mask=inside, other=1.0)
+    s = tl.load(sin + row * half + dim, mask=inside, other=0.0)
+    to = turned + (row * num_heads + head) * 2 * half + dim
+    tl.store(to, first * c - second * s, mask=inside)
+    tl.store(to + half, second * c + first * s, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _write_rows(  # type: ignore[no-untyped-def]
+    keys, values, new_keys, new_values, slots, places, stream_stride, key_row, key_head, value_row, value_head,
+    slots_stride, num_rows, num_heads, head_dim,
+    ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr,
+):  # fmt: skip
+    """One program: one KV head of ROWS rows."""
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    page_list = tl.load(places + head).to(tl.int64)
+    stream = tl.load(places + num_heads + head).to(tl.int64)
+    slot = tl.load(slots + page_list * slots_stride + row, mask=row < num_rows, other=0)
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (row < num_rows)[:, None] & (dim < head_dim)
+    to = stream * stream_stride + slot[:, None] * head_dim + dim
+    new = tl.load(new_keys + row[:, None] * key_row + head * key_head + dim, mask=inside)
+    tl.store(keys + to, new, mask=inside)
+    if HAS_VALUES:
+        new = tl.load(new_values + row[:, None] * value_row + head * value_head + dim, mask=inside)
+        tl.store(values + to, new, mask=inside)
+
+
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    rows, residual, weight, normed, eps, size, BLOCK: tl.constexpr
+):
+    """One program: one row."""
+    row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = row * size + dim, dim < size
+    added = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+    added += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    total = added.to(rows.dtype.element_ty)
+    tl.store(rows + at, total, mask=inside)
+    total = total.to(tl.float32)  # as others will read it
+    scale = tl.rsqrt(tl.sum(total * total, 0) / size + eps)
+    weights = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, total * scale * weights, mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, inner, row_stride, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program: WIDTH numbers of one row."""
+    row, dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at, inside = gate_up + row * row_stride + dim, dim < size
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    tl.store(inner + row * size + dim, gate * tl.sigmoid(gate) * up, mask=inside)
