@@ -30,8 +30,9 @@ from kvgraft.kernels import dispatch
 from kvgraft.kernels.cpu import align as cpu_align
 from kvgraft.kernels.cpu import attention as cpu_attention
 from kvgraft.kernels.layout import AttentionLayout, Context
+from kvgraft.kernels.reference import changes as torch_changes
 from kvgraft.kernels.reference import rows as torch_rows
-from kvgraft.kernels.triton import align, attention, mass, rows
+from kvgraft.kernels.triton import align, attention, changes, mass, rows
 from kvgraft.prefill.stages import StageTimes
 
 CUDA = torch.device("cuda", 0)
@@ -41,6 +42,7 @@ CAPABILITY = (9, 0)
 LAUNCHED = {
     align: ("_align_copy", "_align_paged"),
     attention: ("_segpaged", "_join"),
+    changes: ("_average_changes", "_copy_changed", "_kv_changes"),
     mass: ("_weigh", "_receive"),
     rows: ("_add_norm", "_norm_rotate", "_silu_mul", "_write_rows"),
 }
@@ -315,6 +317,9 @@ class FakeDevice(TorchDispatchMode):
             "add_norm": torch_rows.add_norm,
             "align_copy": cpu_align.align_copy,
             "attention_mass": cpu_attention.attention_mass,
+            "average_changes": torch_changes.average_changes,
+            "copy_changed": torch_changes.copy_changed,
+            "kv_changes": torch_changes.kv_changes,
             "norm_rotate": torch_rows.norm_rotate,
             "segpaged_attention": cpu_attention.segpaged_attention,
             "silu_mul": torch_rows.silu_mul,

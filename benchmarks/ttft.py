@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -34,6 +34,7 @@ from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.request import Report as RequestReport
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.policies import Full, Naive, SparseX, Spread, Transitive
+from kvgraft.prefill.spreading import Spreading
 
 DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt
 INTERLEAVED_REUSE = 0.5
@@ -149,9 +150,9 @@ class Counting(Policy):
     def recover(self, ctx: PrefillContext) -> Hidden:
         compute, project = ctx.layer, ctx.project
 
-        def counted(index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+        def counted(index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
             self.flops.append(flops_of_layer(self.config, ctx.plan.positions[hidden.where]))
-            return compute(index, hidden, before_attention)
+            return compute(index, hidden, spreading)
 
         def counted_projection(index: int, hidden: Hidden) -> None:
             self.flops.append(flops_of_projection(self.config, int(hidden.where.sum())))

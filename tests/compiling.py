@@ -3,13 +3,19 @@
 For a process without the interpreter, which lets pass what the compiler does not.
 """
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-compiled: list[tuple[str, int]] = []  # kernels, and bytes of shared memory
+compiled: list[tuple[str, int, int]] = []  # kernels, bytes of shared memory, bytes that a thread spills
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Nowhere:
@@ -33,7 +39,19 @@ def compile_only() -> None:
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert len(kernel.asm["cubin"]) > 1000
-        compiled.append((self.fn.__name__, kernel.metadata.shared))
+        compiled.append((self.fn.__name__, kernel.metadata.shared, spilled_bytes(kernel.asm["cubin"])))
         return kernel
 
     JITFunction.run = compile_instead
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of a thread's stack, where registers that it has too few of go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", printed.stdout + printed.stderr)
+    assert found is not None, printed
+    return int(found[1])

@@ -11,6 +11,7 @@ from kvgraft.evaluate.recording import Record, Recording, Wrapped
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.spreading import Spreading
 
 EDGE = 8  # tokens at either end of a segment: the boundary, whatever the halo
 
@@ -66,8 +67,8 @@ class _Watching(Recording):
         self._seen = seen
         self._stored: Tensor | None = None  # logits of the probe with what is stored
 
-    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
-        after, seen = super().layer(index, hidden, before_attention), self._seen
+    def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+        after, seen = super().layer(index, hidden, spreading), self._seen
         if index == self.num_layers - 1 and seen.trusting_last is None and after.where[-1]:
             seen.trusting, seen.trusting_last = (
                 _logits(self._inner, after, seen.edges),

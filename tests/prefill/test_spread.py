@@ -11,7 +11,7 @@ from kvgraft.evaluate.recording import Record, Recorded
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Naive, Policy, Spread
-from kvgraft.prefill.policies.spread import AVERAGED, Neighbours
+from kvgraft.prefill.spreading import AVERAGED, Spreading
 from kvgraft.segments.matches import Match
 from kvgraft.testbed import MODEL_DIR
 from properties import examples
@@ -33,7 +33,7 @@ def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_acr
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=start + 1, max_size=start + 1))) & plan.grafted
     changes = torch.randn(int(chosen.sum()), 2, 3)
     distance = data.draw(st.sampled_from((0.01, 3.0, 100.0)))
-    near = Neighbours(plan, chosen, chosen, distance)
+    near = Spreading(plan, chosen, chosen, distance)
     found = torch.zeros(start + 1, 2, 3)
     found[near.where] = near.between(changes)
     for match in matches:
@@ -84,16 +84,13 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
     torch.testing.assert_close(spread.keys[0], apart.keys[0], atol=1e-5, rtol=0)
     telling = chosen & ~plan.segment_starts(8)
     assert int(plan.segments[telling].bincount().min()) >= 3
-    near = Neighbours(plan, telling, chosen, 64)
+    near = Spreading(plan, telling, chosen, 64, 0.7)
     assert torch.equal(near.where, plan.grafted & ~chosen)
     rope = engine.config.rope
 
-    def expected(values: torch.Tensor) -> torch.Tensor:
-        return 0.7 * near.between(values)
-
     still = rotate(apart.keys[1, telling] - copied.keys[1, telling], *rope.table(-plan.positions[telling]))
-    keys = copied.keys[1, near.where] + rotate(expected(still), *rope.table(plan.positions[near.where]))
-    values = copied.values[1, near.where] + expected(apart.values[1, telling] - copied.values[1, telling])
+    keys = copied.keys[1, near.where] + rotate(near.between(still), *rope.table(plan.positions[near.where]))
+    values = copied.values[1, near.where] + near.between(apart.values[1, telling] - copied.values[1, telling])
     torch.testing.assert_close(spread.keys[1, near.where], keys, atol=1e-4, rtol=0)
     torch.testing.assert_close(spread.values[1, near.where], values, atol=1e-4, rtol=0)
     assert (spread.keys[1] - apart.keys[1])[near.where].abs().max() > 0.005

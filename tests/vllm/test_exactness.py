@@ -1,7 +1,6 @@
 """What is recomputed is exact, what is grafted is its source moved, and exact prefixes stay exact beside both."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,7 +22,6 @@ RECOMPUTED = [
     {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.0, "overflow_blocks": 99},
     {"policy": "scattered"},
     {"policy": "amended"},
-    {"policy": "restored"},
     {"policy": "spread", "recompute_share": 1.0},
 ]
 DOCUMENT, OTHER = words(300, 1), words(200, 2)
@@ -66,32 +64,9 @@ class Amended(Policy):
         return hidden
 
 
-@dataclass(frozen=True)
-class Restored(Policy):
-    """A policy of the test's own: computes everything, copies all grafted KV over it again, and computes the fresh
-    tokens once more; each layer's difference is added back just before they attend."""
-
-    name: ClassVar[str] = "restored"
-
-    def recover(self, ctx: PrefillContext) -> Hidden:
-        layers, grafted = range(ctx.num_layers), ctx.plan.grafted
-        ctx.run(layers, ctx.embed(ctx.plan.active))
-        computed = [ctx.kv(layer, grafted) for layer in layers]
-        ctx.graft(layers)
-        hidden = ctx.embed(ctx.plan.fresh)
-
-        def restore(layer: int) -> None:
-            keys, values = (new - old for new, old in zip(computed[layer], ctx.kv(layer, grafted), strict=True))
-            ctx.add(layer, grafted, keys, values)
-
-        for layer in layers:
-            hidden = ctx.layer(layer, hidden, partial(restore, layer))
-        return hidden
-
-
 @pytest.fixture(autouse=True)
 def _own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in (Scattered, Amended, Restored):
+    for policy in (Scattered, Amended):
         monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
@@ -132,17 +107,24 @@ def test_recomputing_everything_leaves_the_keys_and_values_of_full_prefill(host:
     torch.testing.assert_close(values, exact_values, atol=TOLERANCE, rtol=0)
 
 
-def test_what_is_changed_before_attention_is_there_for_all_rows_of_a_layer(host: Host, monkeypatch: pytest.MonkeyPatch):
-    """Also where a layer takes them in several parts."""
-    host.read(OPENING + DOCUMENT)
-    monkeypatch.setattr(host.model, "max_rows", 64)
+def test_changes_are_spread_before_any_row_of_a_layer_attends(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Also where a layer takes its rows in several parts."""
     prompt = words(70, 4) + DOCUMENT + words(40, 5)
-    keys, values, answer = kv_while_decoding(host, prompt, {"policy": "restored"})
-    assert answer.grafted >= 256
-    assert answer.report["fresh_tokens"] > 64
-    exact_keys, exact_values, _ = kv_while_decoding(host, prompt, OFF, salt="another")
-    torch.testing.assert_close(keys, exact_keys, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(values, exact_values, atol=TOLERANCE, rtol=0)
+    found = []
+    for salt, policy, max_rows in (
+        ("none", "spread:recompute_share=0.1,spread_share=0.0", host.model.max_rows),
+        ("whole", "spread:recompute_share=0.1", host.model.max_rows),
+        ("parts", "spread:recompute_share=0.1", 64),
+    ):
+        host.read(OPENING + DOCUMENT, salt=salt)
+        monkeypatch.setattr(host.model, "max_rows", max_rows)
+        keys, values, answer = kv_while_decoding(host, prompt, {"policy": policy}, salt=salt)
+        assert answer.grafted >= 256
+        assert answer.report["fresh_tokens"] + answer.report["recomputed_tokens"] > 64
+        found.append((keys, values))
+    for none, whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, atol=TOLERANCE, rtol=0)
+        assert (whole - none).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("moved", [-77, 45])

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
+from kvgraft.engine.spreading import SpreadingRows, others
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.memoised import memoised
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Heads, Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.spreading import Spreading
 
 
 class Rows:
@@ -74,6 +77,7 @@ class NativePrefill(PagedPrefill):
         self.token_ids = token_ids
         self._sources = sources
         self._rows: Rows | None = None
+        self._grafted = False  # any layer
         self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None  # layer, input, queries, keys and values
         self.attention_flops = np.zeros(len(plan.lengths), np.int64)
         self.ffn_flops = np.zeros(len(plan.lengths), np.int64)
@@ -87,7 +91,9 @@ class NativePrefill(PagedPrefill):
             return
         with self._timed("align"):
             sources, targets, shifts = self._graft_slots(self._sources)
-            cos, sin = self._decoder.config.rope.table(shifts)
+            distinct, which = self.plan.graft_shifts.unique(return_inverse=True)
+            table = self._decoder.config.rope.table(distinct.to(shifts.device, non_blocking=True))
+            cos, sin = (part[which.to(shifts.device, non_blocking=True)] for part in table)
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moves: tuple[Tensor, ...] = (source, target, cos, sin)
@@ -97,8 +103,10 @@ class NativePrefill(PagedPrefill):
                     moves = tuple(part[rows] for part in moves)
                 streams = self._cache.layout.streams(page_list, layers)
                 align_copy(keys, values[0] if values else None, streams, *moves)
-            for residual in self._cache.residuals.values():
-                residual[targets[0]] = residual[sources[0]]
+            if not self._grafted:
+                for residual in self._cache.residuals.values():
+                    residual[targets[0]] = residual[sources[0]]
+            self._grafted = True
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         if index not in self._cache.residuals:
@@ -110,12 +118,13 @@ class NativePrefill(PagedPrefill):
     def logits(self, hidden: Hidden) -> Tensor:
         return self._decoder.logits(hidden.states)
 
-    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+        heads = self._cache.layout.layers[index]
         with self._timed(self._stage(hidden)):
             rows, query = self._project(index, hidden)
-            if before_attention is not None:
-                before_attention()
-            attended = self._attend(index, rows, query, self._cache.layout.layers[index])
+            if spreading is not None:
+                self._spreading_rows(spreading).spread(self._cache.pools, heads)
+            attended = self._attend(index, rows, query, heads)
             self.ffn_flops += rows.counts * self._decoder.config.ffn_flops(index)
             return hidden.with_states(self._decoder.after_attention(index, hidden.states, attended))
 
@@ -197,6 +206,11 @@ class NativePrefill(PagedPrefill):
         self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
         self.attention_flops += rows.counts * config.output_flops
         return attended
+
+    @memoised
+    def _spreading_rows(self, spreading: Spreading) -> SpreadingRows:
+        slots = (self._slots_of(where) for where in (spreading.telling, others(self.plan, spreading)))
+        return SpreadingRows.of(self.plan, spreading, self._sources, self._decoder.config.rope, *slots)
 
     @cached_property
     def _grafted_everywhere(self) -> Tensor:

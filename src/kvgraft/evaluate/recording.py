@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvgraft.prefill.context import Heads, Hidden, Policy, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.spreading import Spreading
 
 
 @dataclass
@@ -110,9 +111,9 @@ class Recording(PrefillContext):
     def graft(self, layers: range) -> None:
         self._inner.graft(layers)
 
-    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
         self._record.computed[index] |= hidden.where
-        after = self._inner.layer(index, hidden, before_attention)
+        after = self._inner.layer(index, hidden, spreading)
         if self._score_layers:
             self._record.scores[index] = self._inner.scores(index, self.plan.question & hidden.where)
         return after

@@ -14,31 +14,32 @@ from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.watched import watched
 from kvgraft.kernels.workload import Lengths
 
-_ROWS = {  # plain torch is the CPU's, too
-    "reference": "kvgraft.kernels.reference.rows",
-    "cpu": "kvgraft.kernels.reference.rows",
-    "triton": "kvgraft.kernels.triton.rows",
-}
+
+def _in_torch(module: str) -> dict[str, str]:
+    """Of a kernel whose plain torch is the CPU's, too."""
+    torch_module = f"kvgraft.kernels.reference.{module}"
+    return {"reference": torch_module, "cpu": torch_module, "triton": f"kvgraft.kernels.triton.{module}"}
+
+
 _KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
-    "add_norm": _ROWS,
+    "add_norm": _in_torch("rows"),
     "align_copy": {name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")},
-    "align_paged": {  # with plain torch for CUDA without Triton
-        "reference": "kvgraft.kernels.reference.align",
-        "cpu": "kvgraft.kernels.reference.align",
-        "triton": "kvgraft.kernels.triton.align",
-    },
+    "align_paged": _in_torch("align"),
     "attention_mass": {
         "reference": "kvgraft.kernels.reference.attention",
         "cpu": "kvgraft.kernels.cpu.attention",
         "triton": "kvgraft.kernels.triton.mass",
     },
+    "average_changes": _in_torch("changes"),
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
+    "copy_changed": _in_torch("changes"),
     "generated": {"triton": "kvgraft.kernels.triton.generated"},
-    "norm_rotate": _ROWS,
+    "kv_changes": _in_torch("changes"),
+    "norm_rotate": _in_torch("rows"),
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
-    "silu_mul": _ROWS,
-    "write_rows": _ROWS,
+    "silu_mul": _in_torch("rows"),
+    "write_rows": _in_torch("rows"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised caches

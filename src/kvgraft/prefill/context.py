@@ -16,6 +16,7 @@ from torch import Tensor
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import layers_share
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.spreading import Spreading
 
 Reduction = Literal["sum", "max"]
 Heads = tuple[bool, ...]  # KV heads of a layer
@@ -92,11 +93,12 @@ class PrefillContext(ABC):
         """Align-copy the grafted KV of these layers into the prompts' own pages (SparseX 3.1)."""
 
     @abstractmethod
-    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
         """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt.
 
         Args:
-            before_attention: called when their KV is stored and before they attend; it may change that of others.
+            spreading: what the layer's other grafted tokens take over of what has changed in these, before these
+                attend. The layer needs no `graft` then. Not every host has it.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.memoised import memoised
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.spreading import Spreading
 from kvgraft.vllm.compat.alignment import Alignment
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
 
+Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
 PROJECT = 4  # queries, keys and values are a quarter of a layer's work
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
@@ -77,16 +80,18 @@ class VllmPrefill(PagedPrefill):
         self._chunks: list[PrefillChunk] = []
         self._counts = np.zeros(0, np.int64)
         self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
+        self._grafted: set[int] = set()  # layers
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(embed(self._host, self.token_ids[where]), where)
 
     def graft(self, layers: range) -> None:
         self._align([at for index in layers for at in self._host.attentions_of(index)])
-        if self.residual_layers and self.plan.graft_targets.numel():
+        if self.residual_layers and self.plan.graft_targets.numel() and not self._grafted:
             source, target, _ = self._graft_slots(self.plan.graft_sources)
             for old, new in zip(source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True):
                 self._host.residuals.copy(old, new)
+        self._grafted.update(layers)
 
     def _align(self, attentions: Sequence[int]) -> None:
         """Copy grafted keys and values of these attention layers, and turn the keys."""
@@ -167,7 +172,12 @@ class VllmPrefill(PagedPrefill):
     def logits(self, hidden: Hidden) -> Tensor:
         return self._host.logits(hidden.states)
 
-    def layer(self, index: int, hidden: Hidden, before_attention: Callable[[], None] | None = None) -> Hidden:
+    def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+        before_attention: Callable[[], None] | None = None
+        if spreading is not None:
+            if index not in self._grafted:
+                self.graft(range(index, self.num_layers))
+            before_attention = partial(self._spread, index, spreading)
         self._enter(index, hidden)
         stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
         if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
@@ -212,6 +222,27 @@ class VllmPrefill(PagedPrefill):
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(shifts.to(self._host.device))
 
+    def _spread(self, index: int, spreading: Spreading) -> None:
+        """Add to the KV of other tokens what has changed in those that are recomputed."""
+        source, now, before, there = self._spreading_rows(spreading)
+        keys, values = self.kv(index, spreading.telling)
+        old_keys, old_values = self._host.read_layer(index, source)
+        changes = torch.cat([now(index, keys) - before(index, old_keys), values - old_values], -1)
+        changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
+        keys, values = spreading.between(changes).split([keys.shape[-1], values.shape[-1]], -1)
+        self.add(index, spreading.where, there(index, keys), values)
+
+    @memoised
+    def _spreading_rows(self, spreading: Spreading) -> tuple[Tensor, Turning, Turning, Turning]:
+        """Source slots int64 [groups, c] of the telling tokens; what turns keys there, and copied ones, to position 0;
+        and what turns keys to where changes are added."""
+        is_telling = spreading.telling[self.plan.graft_targets]
+        main = self.plan.graft_sources[is_telling].to(self._host.device)
+        source = torch.stack([self._counterparts(group, main) for group in range(len(self._slots[0]))])
+        here, there = (self.plan.positions[where] for where in (spreading.telling, spreading.where))
+        was = here - self.plan.graft_shifts[is_telling]
+        return source, self.turning(-here), self.turning(-was), self.turning(there)
+
     @cached_property
     def leaves_out(self) -> bool:
         """Whether block tables leave out something of a prefix, which windows do not reach back to."""
@@ -226,9 +257,14 @@ class VllmPrefill(PagedPrefill):
         keys, values = self._host.read_layer(index, slots)
         if not self.leaves_out:
             return keys, values
+        out = self._out(index, slots, keys.shape[1])
+        return keys.masked_fill(out, 0), values.masked_fill(out, 0)
+
+    def _out(self, index: int, slots: Tensor, num_heads: int) -> Tensor:
+        """Which slots [groups, n] are nobody's, by KV head: bool [n, Hkv, 1]."""
         groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
-        out = (slots[groups] // self.block_size == NULL_PAGE).T.repeat_interleave(keys.shape[1] // len(groups), dim=1)
-        return keys.masked_fill(out[..., None], 0), values.masked_fill(out[..., None], 0)
+        out = (slots[groups] // self.block_size == NULL_PAGE).T.repeat_interleave(num_heads // len(groups), dim=1)
+        return out[..., None]
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for part in torch.arange(slots.shape[1], device=slots.device).split(COPIED_TOKENS):

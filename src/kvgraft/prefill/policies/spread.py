@@ -1,21 +1,19 @@
 """Spread: what changes in the recomputed tokens of a segment changes in the others, too."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.memoised import memoised
 from kvgraft.methods import require_at_least, require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.contrast import distinguishing_tokens
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
+from kvgraft.prefill.spreading import Spreading
 
 FEWEST_TELLING = 3  # recomputed tokens of a segment that tell how the others have changed
-AVERAGED = 8  # of these on either side, over which a change is averaged
 
 
 @dataclass(frozen=True)
@@ -65,31 +63,22 @@ class Spread(SelectsInRounds):
         require_at_least("spread_tokens", self.spread_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft everything, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
-        plan = ctx.plan
-        ctx.graft(range(ctx.num_layers))
-        copied, first = Copied(ctx), FirstLayer(ctx)
-        chosen = self._choose(ctx, copied, first)
+        """Graft what chooses, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
+        plan, scored = ctx.plan, ctx.scoring_layers[: self.score_layers]
+        first = FirstLayer(ctx)
+        ctx.graft(range(scored[-1] + 1))
+        chosen = self._choose(ctx, first, scored)
         hidden = first.left(plan.fresh | chosen)
-        telling = self._telling(plan, chosen)
-        near = Neighbours(plan, telling, chosen, self.spread_tokens)
-        if not (near.where.any() and self.spread_share):
+        spreading = Spreading(plan, self._telling(plan, chosen), chosen, self.spread_tokens, self.spread_share)
+        if not (spreading.where.any() and self.spread_share):
+            ctx.graft(range(scored[-1] + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
-        back, forth = (ctx.turning(shifts) for shifts in (-plan.positions[telling], plan.positions[near.where]))
-
-        def spread(index: int, before: tuple[Tensor, Tensor]) -> None:
-            keys, values = (new - old for new, old in zip(ctx.kv(index, telling), before, strict=True))
-            both = self.spread_share * near.between(torch.cat([back(index, keys), values], -1))
-            keys, values = both.split([keys.shape[-1], values.shape[-1]], -1)
-            ctx.add(index, near.where, forth(index, keys), values)
-
         for index in range(1, ctx.num_layers):
-            hidden = ctx.layer(index, hidden, partial(spread, index, copied.of(index, telling)))
+            hidden = ctx.layer(index, hidden, spreading)
         return hidden
 
-    def _choose(self, ctx: PrefillContext, copied: "Copied", first: "FirstLayer") -> Tensor:
+    def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: list[int]) -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
-        scored = ctx.scoring_layers[: self.score_layers]
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
             scores = torch.zeros(ctx.plan.num_tokens)
@@ -98,7 +87,6 @@ class Spread(SelectsInRounds):
                 first.query(computed)
                 scores += self.score(ctx, 0, asking)
             for index in range(1, scored[-1] + 1):
-                copied.keep(index, computed & ctx.plan.grafted)
                 if index < scored[-1]:
                     hidden = ctx.layer(index, hidden)
                 else:
@@ -156,69 +144,3 @@ class FirstLayer:
         """Have the host hold the queries of these tokens, bool [T], if they were not computed last."""
         if self._latest is None or not where.equal(self._latest.where):
             self._ctx.project(0, self._ctx.embed(where))
-
-
-class Copied:
-    """KV as it was copied, of tokens that have been computed since."""
-
-    def __init__(self, ctx: PrefillContext) -> None:
-        self._ctx = ctx
-        self._kept: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by layer: which, keys, values
-
-    def keep(self, index: int, where: Tensor) -> None:
-        """Before the tokens in `where` bool [T] are computed in a layer, for the first time."""
-        kept = where, *self._ctx.kv(index, where)
-        self._kept.setdefault(index, []).append(kept)
-
-    def of(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, d] of the tokens in `where` bool [T]."""
-        keys, values = self._ctx.kv(index, where)
-        for kept, old_keys, old_values in self._kept.get(index, ()):
-            found = (part.nonzero()[:, 0] for part in (kept[where], where[kept]))
-            mine, theirs = (part.to(keys.device, non_blocking=True) for part in found)
-            keys[mine], values[mine] = old_keys[theirs], old_values[theirs]
-        return keys, values
-
-
-class Neighbours:
-    """The telling tokens next to each other token of a segment.
-
-    Args:
-        telling: bool [T], recomputed tokens whose changes are spread.
-        chosen: bool [T], all that are recomputed.
-        distance: in tokens, at which a change weighs 1/e in an average.
-
-    Attributes:
-        where: bool [T], grafted tokens of segments that have telling ones, without those that are recomputed.
-    """
-
-    def __init__(self, plan: Plan, telling: Tensor, chosen: Tensor, distance: float) -> None:
-        segments, places = plan.segments, torch.arange(plan.num_tokens)
-        some = telling.nonzero()[:, 0]  # [c]
-        around = torch.arange(len(some))[:, None] + torch.arange(-AVERAGED, AVERAGED + 1)  # [c, w], rows of some
-        self._around = around.clamp(0, max(len(some) - 1, 0))
-        near = (around == self._around) & (segments[some][self._around] == segments[some][:, None])
-        averaged = torch.where(near, torch.exp(-(some[self._around] - some[:, None]).abs() / distance), 0.0)
-        self._averaged = averaged / averaged.sum(1, keepdim=True)
-        self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
-        rest = places[self.where]  # [n]
-        after = torch.searchsorted(some, rest)
-        sides = torch.stack([(after - 1).clamp(min=0), after.clamp(max=max(len(some) - 1, 0))])  # [2, n], rows of some
-        same = segments[some][sides] == segments[rest]
-        distances = (some[sides] - rest).abs().float()
-        weights = torch.where(same, 1 / distances, 0.0)
-        self._sides, self._weight = sides, weights[1] / weights.sum(0)  # of the one behind
-
-    def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
-        around, averaged, sides, weight = self._beside(changes.device, changes.dtype)
-        changes = torch.einsum("cw,cwhd->chd", averaged, changes[around])
-        before, behind = changes[sides]
-        return torch.lerp(before, behind, weight[:, None, None])
-
-    @memoised
-    def _beside(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What all layers need, where they need it."""
-        rows, weights = (self._around, self._sides), (self._averaged, self._weight)
-        (around, sides), (averaged, weight) = (x.to(device) for x in rows), (x.to(device, dtype) for x in weights)
-        return around, averaged, sides, weight

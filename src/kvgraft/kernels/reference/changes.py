@@ -1,0 +1,74 @@
+"""What recomputed tokens tell of a segment, and what others take over, in plain torch. Also serves the CPU."""
+
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.changes import Turn
+from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kv.rope import rotate
+
+CHUNK_ELEMENTS = 1 << 18  # of keys that are copied at a time, so that they stay in cache
+
+
+def kv_changes(
+    pools: tuple[Tensor, ...], heads: LayerHeads, new: tuple[Tensor, Turn], old: tuple[Tensor, Turn]
+) -> Tensor:
+    """See `kvgraft.kernels.changes.kv_changes`."""
+    width = len(pools) * pools[0].shape[-1]
+    changes = torch.empty(len(heads.streams), new[0].shape[1], width, device=pools[0].device)
+    for head_set in heads.every:
+        after, before = (_still(pools, head_set.streams, slots[head_set.page_list], turn) for slots, turn in (new, old))
+        lost = old[0][head_set.page_list] < 0
+        changes[head_set.places,] = (after - before).masked_fill_(lost[:, None], 0.0)
+    return changes
+
+
+def average_changes(changes: Tensor, around: Tensor, weights: Tensor) -> Tensor:
+    """See `kvgraft.kernels.changes.average_changes`."""
+    return torch.einsum("cw,hcwd->hcd", weights, changes[:, around])
+
+
+def copy_changed(
+    pools: tuple[Tensor, ...],
+    heads: LayerHeads,
+    source: tuple[Tensor, Turn],
+    target: tuple[Tensor, Turn],
+    changes: Tensor,
+    sides: Tensor,
+    weights: Tensor,
+) -> None:
+    """See `kvgraft.kernels.changes.copy_changed`."""
+    size = max(1, CHUNK_ELEMENTS // (pools[0].shape[-1] * len(heads.streams)))
+    given = source[0].T, *source[1], target[0].T, *target[1], sides.T, weights
+    for old, *shift, new, cos, sin, beside, weight in zip(*(part.split(size) for part in given), strict=True):
+        for head_set in heads.every:
+            has = (old[:, head_set.page_list] >= 0).nonzero()[:, 0]
+            from_, to = (part[has, head_set.page_list] for part in (old, new))
+            before, behind = beside[has].T
+            own = changes[head_set.places,]
+            added = torch.lerp(own[:, before.clamp(min=0)], own[:, behind.clamp(min=0)], weight[has][:, None])
+            added.masked_fill_((before < 0)[:, None], 0.0)
+            turned, place = _by_row(shift[0][has], shift[1][has]), _by_row(cos[has], sin[has])
+            _copy(pools, head_set.streams, from_, to, turned, place, added)
+
+
+def _copy(
+    pools: tuple[Tensor, ...], streams: slice, old: Tensor, new: Tensor, shift: Turn, place: Turn, added: Tensor
+) -> None:
+    """Copy the heads of some streams, and add `added` [h, n, W] to them."""
+    for number, (pool, change) in enumerate(zip(pools, added.split(pools[0].shape[-1], -1), strict=True)):
+        moved = pool[streams].index_select(1, old).float()
+        if number == 0:  # keys
+            moved, change = rotate(moved, *shift), rotate(change, *place)
+        pool[streams].index_copy_(1, new, (moved + change).to(pool.dtype))
+
+
+def _still(pools: tuple[Tensor, ...], streams: slice, slots: Tensor, turn: Turn) -> Tensor:
+    """Keys as if they stood at position 0, and values: float32 [h, n, W]."""
+    keys, *values = (pool[streams].index_select(1, slots.clamp(min=0)).float() for pool in pools)
+    return torch.cat([rotate(keys, *_by_row(*turn)), *values], -1)
+
+
+def _by_row(cos: Tensor, sin: Tensor) -> Turn:
+    """Tables [n, d / 2] laid out for `rotate` of [h, n, d]."""
+    return cos[None, :, None], sin[None]
