@@ -69,15 +69,16 @@ def _paged(
     """Of all queries, but of openings of at least `triangle` only for heads that see a window."""
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
-    tile, size = tile_of(dim), num_heads // len(heads.streams)
-    if size > tile:
-        parts = parts_of(size, tile)
+    most_rows, tile_tokens, warps = _tile_of(dim, query.dtype)
+    size = num_heads // len(heads.streams)
+    if size > most_rows:
+        parts = parts_of(size, most_rows)
         every = [head for head in range(len(heads.streams)) for _ in range(parts)]
         streams, lists = ([given[head] for head in every] for given in (heads.streams, heads.page_lists))
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
         size //= parts
     most = max(rows.stop - rows.start for rows in layout.rows) * size
-    tile_rows = min(tile, triton.next_power_of_2(max(16, most)))
+    tile_rows = min(most_rows, triton.next_power_of_2(max(16, most)))
     tiles, slots = layout.query_tiles(max(1, tile_rows // size), triangle), layout.stacked_slots
     most_work = max(1, len(heads.streams) - len(heads.windowed))  # heads that see everything
     splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
@@ -89,7 +90,7 @@ def _paged(
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile, DIM=dim,
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps, num_stages=2,
     )  # fmt: skip
     if splits == 1:
         return output[0]
@@ -98,6 +99,15 @@ def _paged(
     tile = min(most, max(1, JOINED // dim))
     _join[(rows,)](output, weight, joined, splits, rows, head_dim, SPLITS=most, TILE=tile, DIM=dim)
     return joined
+
+
+def _tile_of(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Rows, tokens and warps of a program, so that no register spills (sm_90; tests/kernels/test_compiling.py)."""
+    if triton.knobs.runtime.interpret:  # takes its time by program
+        return tile_of(dim), tile_of(dim), 4
+    if dtype is torch.float32:
+        return 16, min(32, tile_of(dim)), 8
+    return tile_of(dim), min(32, tile_of(dim)), 8 if dim > 256 else 4
 
 
 @triton.jit
