@@ -19,6 +19,8 @@ from kvgraft.prefill.contrast import (
     PHRASE_TOKENS,
     SLOT_TOKENS,
     START_TOKENS,
+    SUBJECT_SEGMENTS,
+    SUBJECT_SHARE,
     VALUE_TOKENS,
     WORDING_SHARE,
     WORDING_TOKENS,
@@ -185,6 +187,19 @@ def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
     assert found.nonzero()[:, 0].tolist() == [*starts, *behind(1, values), *behind(2)]
 
 
+def test_texts_that_say_the_same_in_other_words_are_recomputed_behind_the_first():
+    """Four texts of 60 tokens, of which each shares 24 words with the others, in orders of its own."""
+    rng = np.random.default_rng(0)
+    words = np.arange(100, 124)
+    texts = [rng.permutation([*words, *range(1000 * n, 1000 * n + 36)]).tolist() for n in range(1, 5)]
+    assert chosen(texts, [1, 2, 3, 4], 0.65) == list(range(60, 240))
+    assert chosen(texts[:2], [1, 2], 0.65) == []  # too few to tell
+    assert chosen(texts, [1, 1, 1, 1], 0.65) == []  # were read together
+    for text in texts[1:]:
+        text[::2] = range(text[0] * 7, text[0] * 7 + 30)
+    assert chosen(texts, [1, 2, 3, 4], 0.65) == []
+
+
 def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     """The definition, token by token."""
     if alike_share == 1.0:
@@ -267,19 +282,47 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         if sum(wide[at] for at in known) > MOST_SHARE * len(known):
             for at in known:
                 wide[at] = True
+    seen_similar = {prompts[known[0]] for known in similar}
+    for prompt in set(range(len(plan.lengths))) - seen_similar:
+        mine = [at for at in range(total) if prompts[at] == prompt and copied[at]]
+        texts = [
+            [tokens[at] for at in members[segment]]
+            for segment in sorted({segments[at] for at in mine})
+            if len(members[segment]) >= 2 * plan.block_size
+        ]
+        large = [at for at in mine if len(members[segments[at]]) >= 2 * plan.block_size]
+        if min(len({column[at] for at in large}) for column in (readings, moves)) >= SUBJECT_SEGMENTS and (
+            one_subject(texts)
+        ):
+            others = [
+                at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
+            ]
+            for at in mine:
+                wide[at] = bool(others) and at >= others[0]
     return wide
+
+
+def one_subject(texts: list[list[int]]) -> bool:
+    """Whether a share of their distinct tokens stand once in each of half of them."""
+    shares = []
+    for text in texts:
+        having = {token: [other.count(token) for other in texts if token in other] for token in set(text)}
+        common = [len(times) >= max(2, len(texts) / 2) and set(times) == {1} for times in having.values()]
+        shares.append(sum(common) / len(common))
+    return sum(shares) / len(shares) >= SUBJECT_SHARE
 
 
 @examples(150)
 @given(st.data())
 def test_it_is_what_its_definition_says(data: st.DataObject):
-    plans, tokens = [], []
+    plans, tokens, vocabulary = [], [], data.draw(st.sampled_from((2, 60)))
     for _ in range(data.draw(st.integers(1, 2))):
         lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
-        readings = data.draw(st.lists(st.none() | st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+        readings = data.draw(st.lists(st.none() | st.integers(0, 4), min_size=len(lengths), max_size=len(lengths)))
         places = data.draw(st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths)))
         plans.append(plan_of(lengths, readings, places))
-        tokens += data.draw(st.lists(st.integers(0, 2), min_size=plans[-1].num_tokens, max_size=plans[-1].num_tokens))
+        size = plans[-1].num_tokens
+        tokens += data.draw(st.lists(st.integers(0, vocabulary), min_size=size, max_size=size))
     plan, share = Plan.batch(plans), data.draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))
     found = distinguishing_tokens(plan, torch.tensor(tokens), share)
     assert found.tolist() == slow(plan, tokens, share)

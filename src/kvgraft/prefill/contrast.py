@@ -25,6 +25,8 @@ CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equa
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
 MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all of them are
+SUBJECT_SHARE = 0.3  # of the distinct tokens of segments, from which on they have one subject
+SUBJECT_SEGMENTS = 3  # that have one subject, at least
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
@@ -48,6 +50,10 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     first `START_TOKENS` of each segment with a slot; all tokens of all candidates if that would be more
     than `MOST_SHARE` of them.
 
+    Segments can also say the same in other words. Where a prompt does not look alike, but
+    `SUBJECT_SEGMENTS` or more of it have one subject (`SUBJECT_SHARE` of their distinct tokens stand once
+    in each of half of them), all of them behind the first reading are recomputed.
+
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
         alike_share: from 0 to 1; 1 turns the search off.
@@ -66,16 +72,15 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
         if phrases[prompt][mine].sum() >= max(alike_share * wording[prompt][mine].sum(), 1):
             similar[prompt] = mine
             alike[prompt] = mine & text.behind_another(prompt, candidates)
-    if not alike.any():
-        return torch.zeros_like(plan.fresh)
-
     runs = _numbered(segments, wording)
     short = (np.bincount(runs)[runs] <= SLOT_TOKENS) | (_places(runs) < HEAD_TOKENS)
     slots = ((~wording & short) | text.values(candidates | ~text.copied)) & alike
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
     found = _widened(slots, segments) | starts
     for prompt in plan.prompts:
-        if found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
+        if not similar[prompt].any() and text.has_one_subject(prompt):
+            found[prompt] = text.copied[prompt] & text.behind_another(prompt, text.copied)
+        elif found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
             found[prompt] = similar[prompt]
     return torch.from_numpy(found)
 
@@ -122,6 +127,25 @@ class _Text:
         ends = where[prompt] & ((readings != readings[where[prompt]][:1]) | moved_back)
         behind: np.ndarray = np.logical_or.accumulate(ends)
         return behind
+
+    def has_one_subject(self, prompt: slice) -> bool:
+        """Return whether the copied segments of a prompt, of at least two blocks, have one subject.
+
+        Words that are rare in a text but stand in most texts of a prompt name what they are about;
+        the frequent ones stand more than once in each.
+        """
+        counts = np.bincount(self.segments)
+        mine = prompt.start + np.flatnonzero((self.copied & (counts >= self._least)[self.segments])[prompt])
+        if min(len(np.unique(where[mine])) for where in (self._readings, self._moves)) < SUBJECT_SEGMENTS:
+            return False
+        segments, tokens = _groups(self.segments[mine]), _groups(self._tokens[mine])
+        size = tokens.max() + 1
+        pairs, times = np.unique(segments * size + tokens, return_counts=True)
+        segments, tokens = np.divmod(pairs, size)
+        found_in = np.bincount(tokens)  # how many segments
+        once = np.bincount(tokens, times) == found_in
+        common = (once & (found_in >= max(2, (segments.max() + 1) / 2)))[tokens]
+        return bool((np.bincount(segments, common) / np.bincount(segments)).mean() >= SUBJECT_SHARE)
 
     def values(self, among: np.ndarray) -> np.ndarray:
         """Return the tokens of values that other text replaces in the same context: bool [T].
