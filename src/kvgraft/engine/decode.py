@@ -21,7 +21,8 @@ def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Seq
     slots = [sequence.pages.slots for sequence in sequences]
     layout = AttentionLayout.of(positions, slots, cache.layout.sinks, cache.layout.window)
     dropped = torch.tensor([sequence.num_dropped for sequence in sequences], device=device)
-    cos, sin = decoder.config.rope.fresh_table(layout.query_positions + dropped)
+    longest = max(sequence.num_computed + sequence.num_dropped for sequence in sequences) + 1
+    cos, sin = decoder.config.rope.fresh_table(layout.query_positions + dropped, longest)
     flow_batches = flows.plan(sequences)
     hidden = decoder.embed(tokens)  # [b, D]
     for layer, heads in enumerate(cache.layout.layers):

@@ -40,7 +40,8 @@ class Rows:
         self.seen = np.array([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
         self.seen_locally = np.array([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
         self.layout = AttentionLayout.of(positions, slots, sinks, window)
-        self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions)
+        longest = max((context.seen for context in self.layout.contexts), default=1)
+        self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions, longest)
 
 
 class NativePrefill(PagedPrefill):

@@ -204,6 +204,7 @@ class Scheduler:
             part = sequence.admitted_plan.part(start, min(start + self.memory.chunk, sequence.num_prompt))
             if part.active.any():
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
+                self._report(ctx, hidden, [sequence])
             sequence.num_computed = part.num_tokens
             self.memory.offer(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
@@ -211,7 +212,9 @@ class Scheduler:
     def _recover(self, recover: Recover, sequences: list[SequenceState]) -> Tensor:
         """Logits [b, V] after each prompt."""
         ctx, hidden = self._run(recover, sequences, [sequence.admitted_plan for sequence in sequences])
-        return self.decoder.logits(ctx.last_hidden(hidden))
+        logits = self.decoder.logits(ctx.last_hidden(hidden))
+        self._report(ctx, hidden, sequences)  # waits for the device, which has the logits to compute meanwhile
+        return logits
 
     def _run(self, recover: Recover, sequences: list[SequenceState], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
         """One pass over what the plans say of the sequences."""
@@ -223,9 +226,14 @@ class Scheduler:
         sources = self.memory.lookup.source_slots(plan)
         ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
         hidden = recover(ctx)
-        recomputed = hidden.where & plan.grafted
-        for i, (sequence, prompt) in enumerate(zip(sequences, plan.prompts, strict=True)):
-            sequence.num_computed = plans[i].num_tokens
+        for sequence, length in zip(sequences, plan.lengths, strict=True):
+            sequence.num_computed = length
+        return ctx, hidden
+
+    def _report(self, ctx: NativePrefill, hidden: Hidden, sequences: list[SequenceState]) -> None:
+        """Count in the reports of the sequences what a pass has computed."""
+        recomputed = hidden.where & ctx.plan.grafted
+        for i, (sequence, prompt) in enumerate(zip(sequences, ctx.plan.prompts, strict=True)):
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
@@ -238,7 +246,6 @@ class Scheduler:
                 self.memory.fallbacks["probe"] += 1
             for stage, seconds in ctx.seconds_of(i).items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
-        return ctx, hidden
 
     def _decode(self, sequences: list[SequenceState]) -> None:
         for sequence in sequences:

@@ -166,18 +166,20 @@ class AttentionLayout:
     @cached_property
     def query_slots(self) -> Tensor:
         """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
-        return torch.cat([c.slots[:, c.device_positions] for c in self.contexts], dim=1)
+        return _joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
 
     @cached_property
     def query_positions(self) -> Tensor:
         """int64 [n] on the pool's device: the position of every query."""
-        return torch.cat([c.device_positions for c in self.contexts])
+        return _joined([c.device_positions for c in self.contexts], 0)
 
     @cached_property
     def stacked_slots(self) -> Tensor:
         """int32 [contexts, page lists, T]: the slots of all contexts, padded with -1."""
         longest = max(context.seen for context in self.contexts)
         seen = [context.slots[:, : context.seen] for context in self.contexts]
+        if len(seen) == 1:
+            return seen[0].int()[None]
         return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
     @memoised
@@ -270,6 +272,11 @@ class AttentionLayout:
         tokens = torch.cat((sinks, begin + torch.arange(max(reach, 0), device=device)), dim=1)  # [w, k]
         visible = in_window(tokens[:, None], at[..., None], self.sinks, self.window)
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), visible
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Return the parts end to end, without a copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _cuts(positions: Tensor, size: int) -> list[tuple[int, int]]:

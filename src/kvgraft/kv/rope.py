@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvgraft.kv import rope_scaling
 
+LEAST_KEPT = 4095  # position up to which the smallest table that is kept goes
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 # the names of Hugging Face `rope_parameters` -> the fields of Rope
@@ -149,8 +150,16 @@ class Rope:
         angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
         return angles.cos().float(), angles.sin().float()
 
-    def fresh_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`table` times `attention_factor`: what a host rotates fresh queries and keys by."""
+    def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+        """`table` times `attention_factor`: what a host rotates fresh queries and keys by.
+
+        Args:
+            longest: above all positions, if known: then rows are taken from a table that is kept.
+        """
+        if longest is not None:
+            size = 1 << max(LEAST_KEPT, longest - 1).bit_length()
+            cos, sin = _kept_table(self, size, positions.device)
+            return cos[positions], sin[positions]
         cos, sin = self.table(positions)
         return cos * self.attention_factor, sin * self.attention_factor
 
@@ -192,6 +201,12 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved
     else:
         turned = rotate(turning, cos, sin)
     return torch.cat((x[..., :first], turned, x[..., stop:]), -1)
+
+
+@lru_cache(maxsize=8)
+def _kept_table(rope: Rope, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`fresh_table` of the positions below `size`."""
+    return rope.fresh_table(torch.arange(size, device=device))
 
 
 @lru_cache(maxsize=64)

@@ -39,8 +39,9 @@ class StageTimes:
     @property
     def seconds(self) -> dict[str, float]:
         """Of all that has been timed; waits for the device."""
+        if self._unread:
+            self._unread[-1][2].synchronize()  # the last of one stream
         for stage, start, stop in self._unread:
-            stop.synchronize()
             self.add(stage, start.elapsed_time(stop) / 1000)
         self._unread.clear()
         return dict(self._seconds)
