@@ -36,7 +36,7 @@ EVERYTHING = [
     *(CacheBlend(check_layer=layer, recompute_share=1.0) for layer in (0, 1, 99)),
     Prophet(recompute_share=1.0),
     *(Transitive(probe_layers=probe, recompute_share=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
-    *(Spread(score_layers=layers, recompute_share=1.0, hops=hops) for layers, hops in ((1, 0), (2, 2), (99, 0))),
+    *(Spread(score_layer=layer, recompute_share=1.0, hops=hops) for layer, hops in ((0, 0), (1, 2), (98, 0))),
     Spread(start_tokens=10_000, start_share=1.0, recompute_share=0.0, spread_share=1.0),
     *(RedKnot(dense_layers=layers, mass_share=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
     Similar(reused_layers=0),

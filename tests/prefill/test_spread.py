@@ -108,14 +108,18 @@ def test_the_first_tokens_of_a_segment_tell_nothing_of_the_others(engine: Engine
 
 
 def test_kv_that_is_nearer_to_full_prefill(engine: Engine):
-    """Of the tokens that are not recomputed; full prefill in a namespace of its own."""
+    """Of the tokens that are not recomputed; full prefill in a namespace of its own.
+
+    Layer 0 chooses here: what layer 1 of this small model chooses are numbers, which change in ways of their own.
+    """
     sampling = SamplingParams(max_tokens=1)
     prompt = ["read : ", Segment(OTHER), "and ", Segment(TEXT), " question : note of bell ? answer :"]
     everything = Recorded(Spread(recompute_share=1.0), keep_cache=True)
     engine.generate([Request(prompt, everything, sampling, remember=False)])
     truth = everything.record
     (_, apart), (_, spread) = (
-        ask(engine, Spread(start_share=1.0, recompute_share=0.1, spread_share=share)) for share in (0.0, 0.5)
+        ask(engine, Spread(start_share=1.0, score_layer=0, recompute_share=0.1, spread_share=share))
+        for share in (0.0, 0.5)
     )
     rest = apart.plan.grafted & ~apart.computed[-1]
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvgraft.methods import require_at_least, require_share
@@ -30,8 +29,8 @@ class Spread(SelectsInRounds):
     them, as an edit, changes them in ways of its own; nor do one or two tokens.
 
     The tokens are chosen as `transitive` does, with two differences. The first tokens of each segment, which were
-    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose. And only the
-    first layers choose (`score_layers`), in which keys hardly depend on context: deeper ones attend to those tokens,
+    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose. And the
+    second layer chooses (`score_layer`), in which keys hardly depend on context: deeper ones attend to those tokens,
     among others, whose cached keys are wrong in the same way, and spreading what changes in these turns attention
     away from the whole segment.
 
@@ -47,7 +46,7 @@ class Spread(SelectsInRounds):
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
     alike_share: float = 0.65  # of shared wording in phrases, from which on what differs is recomputed
-    score_layers: int = 2  # over which attention is summed
+    score_layer: int = 1  # whose attention chooses, among the layers that see the whole prompt
     recompute_share: float = 0.025
     first_share: float = 0.6
     spread_share: float = 0.5  # of a change that is taken over
@@ -58,42 +57,35 @@ class Spread(SelectsInRounds):
         require_at_least("start_tokens", self.start_tokens, 0)
         require_share("start_share", self.start_share)
         require_share("alike_share", self.alike_share)
-        require_at_least("score_layers", self.score_layers, 1)
+        require_at_least("score_layer", self.score_layer, 0)
         require_share("spread_share", self.spread_share)
         require_at_least("spread_tokens", self.spread_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Graft what chooses, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
-        plan, scored = ctx.plan, ctx.scoring_layers[: self.score_layers]
-        first = FirstLayer(ctx)
-        ctx.graft(range(scored[-1] + 1))
+        plan, first = ctx.plan, FirstLayer(ctx)
+        scored = ctx.scoring_layers[: self.score_layer + 1][-1]
+        ctx.graft(range(scored + 1))
         chosen = self._choose(ctx, first, scored)
         hidden = first.left(plan.fresh | chosen)
         spreading = Spreading(plan, self._telling(plan, chosen), chosen, self.spread_tokens, self.spread_share)
         if not (spreading.where.any() and self.spread_share):
-            ctx.graft(range(scored[-1] + 1, ctx.num_layers))
+            ctx.graft(range(scored + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
         for index in range(1, ctx.num_layers):
             hidden = ctx.layer(index, hidden, spreading)
         return hidden
 
-    def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: list[int]) -> Tensor:
+    def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
-            scores = torch.zeros(ctx.plan.num_tokens)
             hidden = first.left(computed)
-            if 0 in scored:
+            if scored == 0:
                 first.query(computed)
-                scores += self.score(ctx, 0, asking)
-            for index in range(1, scored[-1] + 1):
-                if index < scored[-1]:
-                    hidden = ctx.layer(index, hidden)
-                else:
-                    ctx.project(index, hidden)
-                if index in scored:
-                    scores += self.score(ctx, index, asking)
-            return scores
+            else:
+                ctx.project(scored, ctx.run(range(1, scored), hidden))
+            return self.score(ctx, scored, asking)
 
         starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
         differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
