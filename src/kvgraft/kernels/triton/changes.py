@@ -8,7 +8,7 @@ from kvgraft.kernels.changes import Turn
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # that a program takes
+ROWS = 8  # that a program takes; those of all heads follow each other, which read the same tables of turns
 
 
 def kv_changes(
@@ -17,7 +17,7 @@ def kv_changes(
     """See `kvgraft.kernels.changes.kv_changes`."""
     num_heads, num_rows, dim = len(heads.streams), new[0].shape[1], pools[0].shape[-1]
     changes = new[1][0].new_empty(num_heads, num_rows, dim * len(pools))
-    _kv_changes[triton.cdiv(num_rows, ROWS), num_heads](
+    _kv_changes[num_heads, triton.cdiv(num_rows, ROWS)](
         pools[0], pools[-1], changes, new[0], *new[1], old[0], *old[1], places_of(heads, changes.device),
         pools[0].stride(0), new[0].stride(0), old[0].stride(0), num_rows, num_heads, dim // 2,
         ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(dim // 2), HAS_VALUES=len(pools) > 1,
@@ -48,7 +48,7 @@ def copy_changed(
     """See `kvgraft.kernels.changes.copy_changed`."""
     num_heads, dim, num_tokens = len(heads.streams), pools[0].shape[-1], source[0].shape[1]
     if num_tokens:
-        _copy_changed[triton.cdiv(num_tokens, ROWS), num_heads](
+        _copy_changed[num_heads, triton.cdiv(num_tokens, ROWS)](
             pools[0], pools[-1], changes, source[0], *source[1], target[0], *target[1], sides, weights,
             places_of(heads, changes.device), pools[0].stride(0), source[0].stride(0), target[0].stride(0),
             sides.stride(0), num_tokens, changes.shape[1], num_heads, dim // 2,
@@ -78,7 +78,7 @@ def _kv_changes(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head of ROWS rows."""
-    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    row, head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0)
     page_list = tl.load(places + head).to(tl.int64)
     stream = tl.load(places + num_heads + head).to(tl.int64) * stream_stride
     dim, there = tl.arange(0, BLOCK_HALF)[None, :], row < num_rows
@@ -133,7 +133,7 @@ def _copy_changed(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head of ROWS tokens."""
-    token, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    token, head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0)
     page_list = tl.load(places + head).to(tl.int64)
     stream = tl.load(places + num_heads + head).to(tl.int64) * stream_stride
     dim, there = tl.arange(0, BLOCK_HALF)[None, :], token < num_tokens

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # that a program takes
+ROWS = 8  # that a program takes; those of all heads follow each other, which read the same tables of turns
 WIDTH = 1024  # numbers of a row that a program of `_silu_mul` takes
 
 
@@ -17,7 +17,7 @@ def norm_rotate(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, s
     num_rows, num_heads, head_dim = heads.shape
     turned = heads.new_empty(heads.shape)
     if num_rows:
-        _norm_rotate[triton.cdiv(num_rows, ROWS), num_heads](
+        _norm_rotate[num_heads, triton.cdiv(num_rows, ROWS)](
             heads, weight, turned, cos, sin, eps, *heads.stride()[:2], num_rows, num_heads, head_dim // 2,
             ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), NORM=weight is not None,
         )  # fmt: skip
@@ -28,7 +28,7 @@ def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: Layer
     """See `kvgraft.kernels.rows.write_rows`."""
     num_rows, num_heads, head_dim = rows[0].shape
     if num_rows:
-        _write_rows[triton.cdiv(num_rows, ROWS), num_heads](
+        _write_rows[num_heads, triton.cdiv(num_rows, ROWS)](
             pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device), pools[0].stride(0),
             *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads, head_dim,
             ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1,
@@ -61,8 +61,8 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of ROWS rows."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    head, dim = tl.program_id(1), tl.arange(0, BLOCK_HALF)[None, :]
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    head, dim = tl.program_id(0), tl.arange(0, BLOCK_HALF)[None, :]
     inside = (row < num_rows) & (dim < half)
     at = heads + row * row_stride + head * head_stride + dim
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head of ROWS rows."""
-    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    row, head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0)
     page_list = tl.load(places + head).to(tl.int64)
     stream = tl.load(places + num_heads + head).to(tl.int64)
     slot = tl.load(slots + page_list * slots_stride + row, mask=row < num_rows, other=0)
