@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import POLICIES
+from kvgraft.prefill.spreading import Spreading
 
 
 def fail() -> None:
@@ -26,6 +30,17 @@ def on_rank_one(what: Callable[[], None]) -> None:
 
     if get_tensor_model_parallel_rank() == 1:
         what()
+
+
+class FailsInside(Spreading):
+    """What is spread inside a layer, when its KV is stored and before it attends."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, plan.segments >= 0, plan.grafted, distance=1.0)
+
+    def between(self, changes: Tensor) -> Tensor:
+        on_rank_one(fail)
+        return super().between(changes)
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class FailsOnRank(Policy):
         hidden = ctx.layer(0, ctx.embed(ctx.plan.active))
         self._at("between", fail)
         self._at("dies", die)
-        hidden = ctx.layer(1, hidden, lambda: self._at("inside", fail))
+        hidden = ctx.layer(1, hidden, FailsInside(ctx.plan) if self.where == "inside" else None)
         hidden = ctx.run(range(2, ctx.num_layers), hidden)
         self._at("last", fail)
         return hidden
