@@ -35,7 +35,7 @@ def test_changes_are_averaged_and_interpolated_within_each_segment_and_never_acr
     distance = data.draw(st.sampled_from((0.01, 3.0, 100.0)))
     near = Spreading(plan, chosen, chosen, distance)
     found = torch.zeros(start + 1, 2, 3)
-    found[near.where] = near.between(changes)
+    found[near.where] = near.interpolate(changes)
     for match in matches:
         places = np.arange(match.start, match.start + match.length)
         known = [place for place in places if chosen[place]]
@@ -82,15 +82,15 @@ def test_a_part_of_what_has_changed_is_added_to_the_neighbours_keys_turned_to_th
     assert torch.equal(spread.computed[-1] & spread.plan.grafted, chosen)
     assert 20 < int(chosen.sum()) < int(plan.grafted.sum()) / 2
     torch.testing.assert_close(spread.keys[0], apart.keys[0], atol=1e-5, rtol=0)
-    telling = chosen & ~plan.segment_starts(8)
-    assert int(plan.segments[telling].bincount().min()) >= 3
-    near = Spreading(plan, telling, chosen, 64, 0.7)
+    anchors = chosen & ~plan.segment_starts(8)
+    assert int(plan.segments[anchors].bincount().min()) >= 3
+    near = Spreading(plan, anchors, chosen, 64, 0.7)
     assert torch.equal(near.where, plan.grafted & ~chosen)
     rope = engine.config.rope
 
-    still = rotate(apart.keys[1, telling] - copied.keys[1, telling], *rope.table(-plan.positions[telling]))
-    keys = copied.keys[1, near.where] + rotate(near.between(still), *rope.table(plan.positions[near.where]))
-    values = copied.values[1, near.where] + near.between(apart.values[1, telling] - copied.values[1, telling])
+    still = rotate(apart.keys[1, anchors] - copied.keys[1, anchors], *rope.table(-plan.positions[anchors]))
+    keys = copied.keys[1, near.where] + rotate(near.interpolate(still), *rope.table(plan.positions[near.where]))
+    values = copied.values[1, near.where] + near.interpolate(apart.values[1, anchors] - copied.values[1, anchors])
     torch.testing.assert_close(spread.keys[1, near.where], keys, atol=1e-4, rtol=0)
     torch.testing.assert_close(spread.values[1, near.where], values, atol=1e-4, rtol=0)
     assert (spread.keys[1] - apart.keys[1])[near.where].abs().max() > 0.005

@@ -38,9 +38,9 @@ class FailsInside(Spreading):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, plan.segments >= 0, plan.grafted, distance=1.0)
 
-    def between(self, changes: Tensor) -> Tensor:
+    def interpolate(self, changes: Tensor) -> Tensor:
         on_rank_one(fail)
-        return super().between(changes)
+        return super().interpolate(changes)
 
 
 @dataclass(frozen=True)

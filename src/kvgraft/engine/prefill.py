@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
-from kvgraft.engine.spreading import SpreadingRows, others
+from kvgraft.engine.spreading import SpreadingRows
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
@@ -124,7 +124,7 @@ class NativePrefill(PagedPrefill):
         with self._timed(self._stage(hidden)):
             rows, query = self._project(index, hidden)
             if spreading is not None:
-                self._spreading_rows(spreading).spread(self._cache.pools, heads)
+                self._spreading_rows(spreading).apply(self._cache.pools, heads)
             attended = self._attend(index, rows, query, heads)
             self.ffn_flops += rows.counts * self._decoder.config.ffn_flops(index)
             return hidden.with_states(self._decoder.after_attention(index, hidden.states, attended))
@@ -210,7 +210,7 @@ class NativePrefill(PagedPrefill):
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> SpreadingRows:
-        slots = (self._slots_of(where) for where in (spreading.telling, others(self.plan, spreading)))
+        slots = (self._slots_of(where) for where in (spreading.anchors, spreading.copied))
         return SpreadingRows.of(self.plan, spreading, self._sources, self._decoder.config.rope, *slots)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What spreading changes needs on the device, made once for a prefill pass and used by all its layers."""
+"""Slots, RoPE tables and weights of a `Spreading` on the device, made once for a prefill pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,20 @@ from kvgraft.prefill.spreading import Spreading
 
 @dataclass(frozen=True, eq=False)
 class SpreadingRows:
-    """The telling tokens, now and at their source, and the copied tokens that are not recomputed.
+    """The c anchors, and the n copied tokens that are not recomputed; see `Spreading`.
 
     Attributes:
-        now, before: slots int64 [lists, c] of the telling tokens, and what turns their keys to position 0.
-        source, target: slots int64 [lists, n] of the others; turns of their shifts and of their positions.
-        around, weights: [c, w], see `Spreading`.
-        sides: int64 [2, n], see `Spreading`; -1 where nothing is taken over.
-        behind: float32 [n], see `Spreading`.
+        recomputed, cached: slots int64 [lists, c] of the anchors, in the prompt and at their source;
+            tables that rotate their keys to position 0.
+        source, target: slots int64 [lists, n] of the copied tokens; tables of their shifts and of
+            their positions.
+        around, weights: [c, w].
+        sides: int64 [2, n]; -1 for tokens that are copied unchanged.
+        behind: float32 [n].
     """
 
-    now: tuple[Tensor, Turn]
-    before: tuple[Tensor, Turn]
+    recomputed: tuple[Tensor, Turn]
+    cached: tuple[Tensor, Turn]
     source: tuple[Tensor, Turn]
     target: tuple[Tensor, Turn]
     around: Tensor
@@ -36,56 +38,66 @@ class SpreadingRows:
 
     @classmethod
     def of(
-        cls, plan: Plan, spreading: Spreading, sources: Tensor, rope: Rope, now: Tensor, target: Tensor
+        cls,
+        plan: Plan,
+        spreading: Spreading,
+        sources: Tensor,
+        rope: Rope,
+        recomputed: Tensor,
+        target: Tensor,
     ) -> "SpreadingRows":
-        """Bring it to the device of the slots.
+        """Upload what all layers share to the device of the slots.
 
         Args:
             sources: int64 [lists, g], of the tokens in `plan.graft_targets`, on the CPU.
-            now: slots int64 [lists, c] of the telling tokens.
-            target: slots int64 [lists, n] of the tokens in `others`.
+            recomputed: slots int64 [lists, c] of the anchors.
+            target: slots int64 [lists, n] of the copied tokens.
         """
-        rest, device = others(plan, spreading), now.device
-        is_telling, is_other = (where[plan.graft_targets] for where in (spreading.telling, rest))
-        here, there = plan.positions[spreading.telling], plan.positions[rest]
-        shifts = plan.graft_shifts
-        was = here - shifts[is_telling]
-        distinct, which = shifts[is_other].unique(return_inverse=True)
-        takes = spreading.where[rest]  # bool [n]
-        sides = torch.full((2, len(there)), -1)
-        sides[:, takes] = spreading.sides
-        behind = torch.zeros(len(there))
-        behind[takes] = spreading.behind
-        positions, before, source, which, around, sides = _sent(
+        device, copied = target.device, spreading.copied
+        is_anchor, is_copied = (where[plan.graft_targets] for where in (spreading.anchors, copied))
+        at_anchor, at_target = plan.positions[spreading.anchors], plan.positions[copied]
+        at_source = at_anchor - plan.graft_shifts[is_anchor]
+        shifts, which = plan.graft_shifts[is_copied].unique(return_inverse=True)
+
+        changed = spreading.where[copied]  # bool [n]
+        sides = torch.full((2, len(at_target)), -1)
+        sides[:, changed] = spreading.sides
+        behind = torch.zeros(len(at_target))
+        behind[changed] = spreading.behind
+
+        positions, cached, source, which, around, sides = _upload(
             device,
-            torch.cat([-here, -was, there, distinct]),
-            sources[:, is_telling],
-            sources[:, is_other],
+            torch.cat([-at_anchor, -at_source, at_target, shifts]),
+            sources[:, is_anchor],
+            sources[:, is_copied],
             which,
             spreading.around,
             sides,
         )
-        weights, behind = _sent(device, spreading.weights, behind)
-        counts = len(here), len(was), len(there), len(distinct)
-        tables = zip(*(part.split(counts) for part in rope.table(positions)), strict=True)
-        new_turn, old_turn, place, shift = tables
-        cos, sin = (part[which] for part in shift)
+        weights, behind = _upload(device, spreading.weights, behind)
+        counts = len(at_anchor), len(at_source), len(at_target), len(shifts)
+        parts = zip(*(part.split(counts) for part in rope.table(positions)), strict=True)
+        to_origin, from_source, place, by_shift = parts
+        cos, sin = (part[which] for part in by_shift)
         return cls(
-            (now, new_turn), (before, old_turn), (source, (cos, sin)), (target, place), around, weights, sides, behind
+            (recomputed, to_origin),
+            (cached, from_source),
+            (source, (cos, sin)),
+            (target, place),
+            around,
+            weights,
+            sides,
+            behind,
         )
 
-    def spread(self, pools: tuple[Tensor, ...], heads: LayerHeads) -> None:
-        """In one layer, whose recomputed tokens are stored: copy the others with what they take over."""
-        changes = average_changes(kv_changes(pools, heads, self.now, self.before), self.around, self.weights)
-        copy_changed(pools, heads, self.source, self.target, changes, self.sides, self.behind)
+    def apply(self, pools: tuple[Tensor, ...], heads: LayerHeads) -> None:
+        """Copy the KV of one layer, changed by what its recomputed anchors, already stored, have changed."""
+        changes = kv_changes(pools, heads, self.recomputed, self.cached)
+        averaged = average_changes(changes, self.around, self.weights)
+        copy_changed(pools, heads, self.source, self.target, averaged, self.sides, self.behind)
 
 
-def others(plan: Plan, spreading: Spreading) -> Tensor:
-    """Return the copied tokens that are not recomputed: bool [T]."""
-    return plan.grafted & ~plan.in_place & ~spreading.chosen
-
-
-def _sent(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
+def _upload(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
     """Copy tensors of one dtype to the device in one upload."""
     packed = torch.cat([tensor.flatten() for tensor in tensors]).to(device, non_blocking=True)
     parts = packed.split([tensor.numel() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""What recomputed tokens tell of a segment, and what its other tokens take over: one launch each on CUDA.
+"""KV changes of recomputed tokens, and copies that apply them: one launch each on CUDA.
 
 A change is what the keys and values of a token are now, less what they were where it was first read,
 both with the keys turned back to position 0 (docs/policies.md, `spread`). The tensors come from the engine,

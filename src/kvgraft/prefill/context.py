@@ -97,8 +97,8 @@ class PrefillContext(ABC):
         """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt.
 
         Args:
-            spreading: what the layer's other grafted tokens take over of what has changed in these, before these
-                attend. The layer needs no `graft` then. Not every host has it.
+            spreading: applies the KV change of some of these tokens to other grafted tokens, before these attend.
+                The layer needs no `graft` then. Not every host has it.
         """
 
     @abstractmethod

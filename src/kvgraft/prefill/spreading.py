@@ -1,4 +1,4 @@
-"""Which recomputed tokens tell how the others of their segment have changed, and what these take over of it."""
+"""How the KV change of recomputed tokens is applied to the other tokens of their segment."""
 
 import torch
 from torch import Tensor
@@ -6,34 +6,37 @@ from torch import Tensor
 from kvgraft.kernels.memoised import memoised
 from kvgraft.prefill.plan import Plan
 
-AVERAGED = 8  # telling tokens on either side, over which a change is averaged
+AVERAGED = 8  # anchors on each side over which a change is averaged
 
 
 class Spreading:
-    """The telling tokens next to each other token of a segment.
+    """Anchors, whose KV change is known, and the weights with which it is applied to other tokens.
 
     Args:
-        telling: bool [T], recomputed tokens whose changes are spread.
+        anchors: bool [T], recomputed tokens whose KV change is applied to others.
         chosen: bool [T], all grafted tokens that are recomputed.
         distance: in tokens, at which a change weighs 1/e in an average.
-        share: of a change that is taken over.
+        share: of a change that is applied.
 
     Attributes:
-        where: bool [T], grafted tokens of segments that have telling ones, without those that are recomputed.
-        around: int64 [c, w], telling tokens around each telling one, as rows of the telling ones.
-        weights: float32 [c, w], of these in a change that is taken over.
-        sides: int64 [2, n], the telling tokens before and behind each token in `where`, as rows of the telling ones.
+        where: bool [T], the n tokens that are changed: grafted, of segments with anchors, not recomputed.
+        copied: bool [T], all copied tokens that are not recomputed; `where` is a part of them.
+        around: int64 [c, w], anchors over which the change of each of the c anchors is averaged.
+        weights: float32 [c, w], of these, times `share`.
+        sides: int64 [2, n], the anchors before and behind each token in `where`.
         behind: float32 [n], weight of the one behind.
     """
 
-    def __init__(self, plan: Plan, telling: Tensor, chosen: Tensor, distance: float, share: float = 1.0) -> None:
-        self.telling, self.chosen = telling, chosen
+    def __init__(self, plan: Plan, anchors: Tensor, chosen: Tensor, distance: float, share: float = 1.0) -> None:
+        self.anchors = anchors
+        self.copied = plan.grafted & ~plan.in_place & ~chosen
         segments, places = plan.segments, torch.arange(plan.num_tokens)
-        some = telling.nonzero()[:, 0]  # [c]
-        around = torch.arange(len(some))[:, None] + torch.arange(-AVERAGED, AVERAGED + 1)  # [c, w], rows of some
+        some = anchors.nonzero()[:, 0]  # [c]
+        around = torch.arange(len(some))[:, None] + torch.arange(-AVERAGED, AVERAGED + 1)  # [c, w]
         self.around = around.clamp(0, max(len(some) - 1, 0))
         near = (around == self.around) & (segments[some][self.around] == segments[some][:, None])
-        averaged = torch.where(near, torch.exp(-(some[self.around] - some[:, None]).abs() / distance), 0.0)
+        decay = torch.exp(-(some[self.around] - some[:, None]).abs() / distance)
+        averaged = torch.where(near, decay, 0.0)
         self.weights = (share * averaged / averaged.sum(1, keepdim=True)).float()
         self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
         rest = places[self.where]  # [n]
@@ -44,15 +47,15 @@ class Spreading:
         weights = torch.where(same, 1 / distances, 0.0)
         self.behind = weights[1] / weights.sum(0)
 
-    def between(self, changes: Tensor) -> Tensor:
-        """Changes [c, Hkv, d] of the telling tokens, averaged and interpolated linearly at the others: [n, Hkv, d]."""
-        around, weights, sides, behind = self._beside(changes.device, changes.dtype)
+    def interpolate(self, changes: Tensor) -> Tensor:
+        """Average the changes [c, Hkv, d] of the anchors, and interpolate them linearly: [n, Hkv, d]."""
+        around, weights, sides, behind = self._on_device(changes.device, changes.dtype)
         changes = torch.einsum("cw,cwhd->chd", weights, changes[around])
         before, after = changes[sides]
         return torch.lerp(before, after, behind[:, None, None])
 
     @memoised
-    def _beside(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What all layers need, where they need it."""
+    def _on_device(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Indices and weights for all layers."""
         around, sides = self.around.to(device), self.sides.to(device)
         return around, self.weights.to(device, dtype), sides, self.behind.to(device, dtype)

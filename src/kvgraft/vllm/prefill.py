@@ -224,23 +224,23 @@ class VllmPrefill(PagedPrefill):
 
     def _spread(self, index: int, spreading: Spreading) -> None:
         """Add to the KV of other tokens what has changed in those that are recomputed."""
-        source, now, before, there = self._spreading_rows(spreading)
-        keys, values = self.kv(index, spreading.telling)
+        source, to_origin, from_source, to_position = self._spreading_rows(spreading)
+        keys, values = self.kv(index, spreading.anchors)
         old_keys, old_values = self._host.read_layer(index, source)
-        changes = torch.cat([now(index, keys) - before(index, old_keys), values - old_values], -1)
+        changes = torch.cat([to_origin(index, keys) - from_source(index, old_keys), values - old_values], -1)
         changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
-        keys, values = spreading.between(changes).split([keys.shape[-1], values.shape[-1]], -1)
-        self.add(index, spreading.where, there(index, keys), values)
+        keys, values = spreading.interpolate(changes).split([keys.shape[-1], values.shape[-1]], -1)
+        self.add(index, spreading.where, to_position(index, keys), values)
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> tuple[Tensor, Turning, Turning, Turning]:
-        """Source slots int64 [groups, c] of the telling tokens; what turns keys there, and copied ones, to position 0;
-        and what turns keys to where changes are added."""
-        is_telling = spreading.telling[self.plan.graft_targets]
-        main = self.plan.graft_sources[is_telling].to(self._host.device)
+        """Source slots int64 [groups, c] of the anchors; what rotates their recomputed and their cached keys to
+        position 0; and what rotates keys to where changes are added."""
+        is_anchor = spreading.anchors[self.plan.graft_targets]
+        main = self.plan.graft_sources[is_anchor].to(self._host.device)
         source = torch.stack([self._counterparts(group, main) for group in range(len(self._slots[0]))])
-        here, there = (self.plan.positions[where] for where in (spreading.telling, spreading.where))
-        was = here - self.plan.graft_shifts[is_telling]
+        here, there = (self.plan.positions[where] for where in (spreading.anchors, spreading.where))
+        was = here - self.plan.graft_shifts[is_anchor]
         return source, self.turning(-here), self.turning(-was), self.turning(there)
 
     @cached_property

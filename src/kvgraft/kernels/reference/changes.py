@@ -1,4 +1,4 @@
-"""What recomputed tokens tell of a segment, and what others take over, in plain torch. Also serves the CPU."""
+"""KV changes of recomputed tokens, and copies that apply them, in plain torch; the CPU runs it."""
 
 import torch
 from torch import Tensor

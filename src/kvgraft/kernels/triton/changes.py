@@ -1,4 +1,4 @@
-"""What recomputed tokens tell of a segment, and what its other tokens take over, in one Triton kernel each."""
+"""KV changes of recomputed tokens, and copies that apply them, in one Triton kernel each."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from kvgraft.kernels.changes import Turn
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # that a program takes; those of all heads follow each other, which read the same tables of turns
+ROWS = 8  # of a program; programs of all heads of the same rows follow each other (L2: cos, sin)
 
 
 def kv_changes(

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # that a program takes; those of all heads follow each other, which read the same tables of turns
+ROWS = 8  # of a program; programs of all heads of the same rows follow each other (L2: cos, sin)
 WIDTH = 1024  # numbers of a row that a program of `_silu_mul` takes
 
 

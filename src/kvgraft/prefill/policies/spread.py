@@ -12,7 +12,7 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
 from kvgraft.prefill.spreading import Spreading
 
-FEWEST_TELLING = 3  # recomputed tokens of a segment that tell how the others have changed
+FEWEST_ANCHORS = 3  # of a segment; else none of its changes are applied to others
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Spread(SelectsInRounds):
         ctx.graft(range(scored + 1))
         chosen = self._choose(ctx, first, scored)
         hidden = first.left(plan.fresh | chosen)
-        spreading = Spreading(plan, self._telling(plan, chosen), chosen, self.spread_tokens, self.spread_share)
+        spreading = Spreading(plan, self._anchors(plan, chosen), chosen, self.spread_tokens, self.spread_share)
         if not (spreading.where.any() and self.spread_share):
             ctx.graft(range(scored + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
@@ -102,11 +102,11 @@ class Spread(SelectsInRounds):
             whole[prompt] &= not bool((whole & ~differing)[prompt].any())
         return whole
 
-    def _telling(self, plan: Plan, chosen: Tensor) -> Tensor:
+    def _anchors(self, plan: Plan, chosen: Tensor) -> Tensor:
         """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""
-        telling = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
-        few = plan.segments[telling].bincount(minlength=plan.num_tokens) < FEWEST_TELLING
-        return telling & ~few[plan.segments]
+        anchors = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
+        few = plan.segments[anchors].bincount(minlength=plan.num_tokens) < FEWEST_ANCHORS
+        return anchors & ~few[plan.segments]
 
 
 class FirstLayer:
