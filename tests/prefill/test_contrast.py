@@ -146,11 +146,11 @@ def test_of_long_stretches_the_beginning_is_recomputed():
         assert second == [*range(6 + expected + NEAR_TOKENS)]
 
 
-def test_texts_that_hardly_share_more_than_their_form_are_recomputed_whole():
+def test_texts_that_hardly_share_more_than_their_form_are_recomputed_behind_the_first():
     short = [[*FORM[:5], value, *FORM[6:11], value + 1] for value in (50, 60)]
-    assert chosen(short, [1, 2]) == [*range(24)]
+    assert chosen(short, [1, 2]) == [*range(12, 24)]
     other = list(range(200, 260))
-    assert chosen([*short, other], [1, 2, 3]) == [*range(24)]
+    assert chosen([*short, other], [1, 2, 3]) == [*range(12, 24)]
     assert chosen(short, [1, None]) == []
 
 
@@ -246,10 +246,10 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
             others = [
                 at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
             ]
-            alike |= {segments[at] for at in known if others and at >= others[0]}
+            alike |= {at for at in known if others and at >= others[0]}
             similar.append(known)
     slots: set[int] = set()
-    for segment in alike:
+    for segment in {segments[at] for at in alike}:
         run: list[int] = []
         for at in [*members[segment], None]:
             if at is not None and not shared[at]:
@@ -270,7 +270,8 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     for spans in values.values():
         differ = [{tokens[first] for first, _ in spans}, {tokens[stop - 1] for _, stop in spans}]
         if apart([first for first, _ in spans]) and min(map(len, differ)) > 1:
-            slots |= {at for first, stop in spans for at in range(first, stop) if segments[first] in alike}
+            slots |= {at for first, stop in spans for at in range(first, stop)}
+    slots &= alike
 
     wide = [False] * total
     for mine in members.values():
@@ -281,7 +282,7 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     for known in similar:
         if sum(wide[at] for at in known) > MOST_SHARE * len(known):
             for at in known:
-                wide[at] = True
+                wide[at] = at in alike
     seen_similar = {prompts[known[0]] for known in similar}
     for prompt in set(range(len(plan.lengths))) - seen_similar:
         mine = [at for at in range(total) if prompts[at] == prompt and copied[at]]
@@ -369,21 +370,15 @@ def test_spread_recomputes_them_in_every_layer_and_counts_them(together: bool):
     assert int(record.computed[-1].sum()) == ours.report.recomputed_tokens + ours.report.fresh_tokens
 
 
-def test_a_prompt_of_short_sheets_is_computed_whole_and_counted():
+def test_all_but_the_first_of_short_sheets_is_recomputed():
     short = [sheet.replace(REST, "") for sheet in SHEETS]
     engine = Engine(MODEL_DIR, dtype="float32", kv_gib=0.5)
     for number, sheet in enumerate(short):
         engine.generate([Request([f"note {number} : ", Segment(sheet)], "full", SamplingParams(max_tokens=1))])
     parts = [part for sheet in short for part in ("then : ", Segment(sheet))]
-    full, ours = (
-        engine.generate(
-            [Request([*parts, " question : code of jade ? answer :"], policy, ONE, remember=False, return_logits=True)]
-        )[0]
-        for policy in ("full", "spread")
-    )
-    report = ours.report
-    assert report.recomputed_tokens == report.grafted_tokens == report.counts["rejected_tokens"] > 0
-    torch.testing.assert_close(ours.logits, full.logits, atol=2e-4, rtol=0)
+    [result] = engine.generate([Request([*parts, " question : code of jade ? answer :"], "spread", ONE)])
+    behind = result.report.counts["distinguishing_tokens"]
+    assert behind == pytest.approx(result.report.grafted_tokens * 2 / 3, rel=0.1)
 
 
 def test_the_share_is_checked():

@@ -24,7 +24,7 @@ VALUE_TOKENS = 4  # the longest value that is found although some segments share
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
-MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all of them are
+MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all behind the first are
 SUBJECT_SHARE = 0.3  # of the distinct tokens of segments, from which on they have one subject
 SUBJECT_SEGMENTS = 3  # that have one subject, at least
 _OWN = -1  # the reading of tokens that are not copied
@@ -47,8 +47,8 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
     or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
     The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone comes out wrong), and the
-    first `START_TOKENS` of each segment with a slot; all tokens of all candidates if that would be more
-    than `MOST_SHARE` of them.
+    first `START_TOKENS` of each segment with a slot. If that would be more than `MOST_SHARE` of the
+    candidates' tokens, it is all of these that are not kept.
 
     Segments can also say the same in other words. Where a prompt does not look alike, but
     `SUBJECT_SEGMENTS` or more of it have one subject (`SUBJECT_SHARE` of their distinct tokens stand once
@@ -65,6 +65,25 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     segments, counts = text.segments, np.bincount(text.segments)
     wording = text.shared(counts, WORDING_TOKENS)
     candidates = (np.bincount(segments, wording) >= np.maximum(WORDING_SHARE * counts, 1))[segments]
+    found, similar = np.zeros((2, *candidates.shape), bool)
+    if candidates.any():
+        found, similar = _differences(plan, text, counts, wording, candidates, alike_share)
+    for prompt in plan.prompts:
+        if not similar[prompt].any() and text.has_one_subject(prompt):
+            found[prompt] = text.copied[prompt] & text.behind_another(prompt, text.copied)
+    return torch.from_numpy(found)
+
+
+def _differences(
+    plan: Plan,
+    text: "_Text",
+    counts: np.ndarray,
+    wording: np.ndarray,
+    candidates: np.ndarray,
+    alike_share: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens that tell candidates apart, and the candidates that look alike: bool [T] each."""
+    segments = text.segments
     phrases = text.shared(counts, PHRASE_TOKENS)
     similar, alike = np.zeros((2, *candidates.shape), bool)
     for prompt in plan.prompts:
@@ -78,11 +97,9 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
     found = _widened(slots, segments) | starts
     for prompt in plan.prompts:
-        if not similar[prompt].any() and text.has_one_subject(prompt):
-            found[prompt] = text.copied[prompt] & text.behind_another(prompt, text.copied)
-        elif found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
-            found[prompt] = similar[prompt]
-    return torch.from_numpy(found)
+        if found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
+            found[prompt] = alike[prompt]
+    return found, similar
 
 
 class _Text:
@@ -115,7 +132,9 @@ class _Text:
         counting = self.copied | (counts >= self._least)[self.segments]
         starts = self._within(0, length)
         starts = starts[counting[starts]]
-        groups = _groups(self._fingerprints(starts, range(length)))
+        fingerprints = self._fingerprints(starts, range(length))
+        recur = _recurring(fingerprints)
+        starts, groups = starts[recur], _groups(fingerprints[recur])
         found = starts[self._apart(groups, starts)]
         return self._covered(found, found + length)
 
@@ -136,16 +155,20 @@ class _Text:
         """
         counts = np.bincount(self.segments)
         mine = prompt.start + np.flatnonzero((self.copied & (counts >= self._least)[self.segments])[prompt])
-        if min(len(np.unique(where[mine])) for where in (self._readings, self._moves)) < SUBJECT_SEGMENTS:
+        segments = self.segments[mine]
+        firsts = mine[np.diff(segments, prepend=-1) != 0]
+        if min(len(np.unique(where[firsts])) for where in (self._readings, self._moves)) < SUBJECT_SEGMENTS:
             return False
-        segments, tokens = _groups(self.segments[mine]), _groups(self._tokens[mine])
+        tokens = self._tokens[mine].astype(np.int64)
         size = tokens.max() + 1
-        pairs, times = np.unique(segments * size + tokens, return_counts=True)
+        pairs, times = np.unique((segments - segments[0]) * size + tokens, return_counts=True)
         segments, tokens = np.divmod(pairs, size)
         found_in = np.bincount(tokens)  # how many segments
         once = np.bincount(tokens, times) == found_in
-        common = (once & (found_in >= max(2, (segments.max() + 1) / 2)))[tokens]
-        return bool((np.bincount(segments, common) / np.bincount(segments)).mean() >= SUBJECT_SHARE)
+        common = (once & (found_in >= max(2, len(firsts) / 2)))[tokens]
+        distinct = np.bincount(segments)
+        shares = np.bincount(segments, common)[distinct > 0] / distinct[distinct > 0]
+        return bool(shares.mean() >= SUBJECT_SHARE)
 
     def values(self, among: np.ndarray) -> np.ndarray:
         """Return the tokens of values that other text replaces in the same context: bool [T].
@@ -162,10 +185,11 @@ class _Text:
             at = at[among[at]]
             places.append(at)
             ends.append(at + length)
-            around = [*range(-before, 0), *range(length, length + behind)]
-            contexts.append(self._fingerprints(at, around))
-        first, stop = np.concatenate(places), np.concatenate(ends)
-        groups = _groups(np.concatenate(contexts))
+            contexts.append(self._fingerprints(at, [*range(-before, 0), *range(length, length + behind)]))
+        around = np.concatenate(contexts)
+        recur = _recurring(around)
+        first, stop = np.concatenate(places)[recur], np.concatenate(ends)[recur]
+        groups = _groups(around[recur])
         differ = _vary(groups, self._tokens[first]) & _vary(groups, self._tokens[stop - 1])
         found = self._apart(groups, first) & differ
         return self._covered(first[found], stop[found])
@@ -196,6 +220,22 @@ class _Text:
         np.add.at(covered, first, 1)
         np.add.at(covered, stop, -1)
         return covered.cumsum()[:-1] > 0
+
+
+def _recurring(fingerprints: np.ndarray) -> np.ndarray:
+    """Return where a fingerprint may occur again: bool [n], true of all that do and of few others.
+
+    Sorting them all, as `_groups` does, would take longer than everything else.
+    """
+    bits = len(fingerprints).bit_length() + 4
+    buckets = (fingerprints * _FACTOR >> np.uint64(64 - bits)).astype(np.int64)
+    order = np.arange(len(fingerprints), dtype=np.int32)
+    last = np.empty(1 << bits, np.int32)
+    last[buckets] = order
+    shared = np.zeros(1 << bits, bool)
+    shared[buckets[last[buckets] != order]] = True
+    recurring: np.ndarray = shared[buckets]
+    return recurring
 
 
 def _groups(fingerprints: np.ndarray) -> np.ndarray:

@@ -88,19 +88,11 @@ class Spread(SelectsInRounds):
             return self.score(ctx, scored, asking)
 
         starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
+        first.left(ctx.plan.fresh | starts)  # launched before the host compares texts
         differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
             counts["distinguishing_tokens"] += int(differing[prompt].sum())
-        if (whole := self._whole(ctx.plan, differing)).any():
-            ctx.reject(whole)
         return self.choose(ctx.plan, starts | differing, score)
-
-    def _whole(self, plan: Plan, differing: Tensor) -> Tensor:
-        """bool [T]: copied tokens of prompts of which all are recomputed, since they tell documents apart."""
-        whole = plan.grafted & ~plan.in_place
-        for prompt in plan.prompts:
-            whole[prompt] &= not bool((whole & ~differing)[prompt].any())
-        return whole
 
     def _anchors(self, plan: Plan, chosen: Tensor) -> Tensor:
         """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""
