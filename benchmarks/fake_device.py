@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import kvgraft
 from kvgraft.engine import decoder
@@ -72,8 +73,8 @@ class Kind(StrEnum):
 
     LAUNCH = "launches"
     WAIT = "waits"  # for the device: values that the host reads, sizes that depend on values
-    UPLOAD = "uploads"
-    WAITING_UPLOAD = "uploads that wait"  # from memory that is not pinned, without non_blocking
+    UPLOAD = "uploads"  # from pinned memory
+    WAITING_UPLOAD = "uploads that wait"  # from memory that is not pinned, which may wait for the stream
     EVENT = "events"
     ALLOCATION = "allocations"
     VIEW = "views"
@@ -148,6 +149,7 @@ class FakeDevice(TorchDispatchMode):
         self._patches = ExitStack()
         self._layouts: dict[int, tuple[AttentionLayout, AttentionLayout]] = {}
         self._entered = 0
+        self._pinned = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
         if not self._entered:
@@ -257,19 +259,21 @@ class FakeDevice(TorchDispatchMode):
     def _moved(self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **form: Any) -> Tensor:
         to_device = isinstance(source, FakeTensor) if device is None else _is_cuda(device)
         moved = torch.ops.aten._to_copy(_held(source), **form)
-        self._count_move(isinstance(source, FakeTensor), to_device, non_blocking, moved.nbytes)
+        self._count_move(source, to_device, non_blocking, moved.nbytes)
         return FakeTensor(moved) if to_device else moved
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        self._count_move(isinstance(source, FakeTensor), isinstance(target, FakeTensor), non_blocking, source.nbytes)
+        self._count_move(source, isinstance(target, FakeTensor), non_blocking, source.nbytes)
         _held(target).copy_(_held(source))
         return target
 
-    def _count_move(self, from_device: bool, to_device: bool, non_blocking: bool, nbytes: int) -> None:
+    def _count_move(self, source: Tensor, to_device: bool, non_blocking: bool, nbytes: int) -> None:
+        from_device = isinstance(source, FakeTensor)
         if from_device and to_device:
             self.count(Kind.LAUNCH, "copy", 2 * nbytes)
         elif to_device:
-            self.count(Kind.UPLOAD if non_blocking else Kind.WAITING_UPLOAD, "copy to cuda", nbytes)
+            pinned = non_blocking and source in self._pinned
+            self.count(Kind.UPLOAD if pinned else Kind.WAITING_UPLOAD, "copy to cuda", nbytes)
         elif from_device:
             self.count(Kind.UPLOAD if non_blocking else Kind.WAIT, "copy to cpu", nbytes)
         else:
@@ -288,6 +292,7 @@ class FakeDevice(TorchDispatchMode):
         real = dispatch.kernel
         replaced: list[tuple[Any, str, Any]] = [
             (torch, "tensor", tensor),
+            (Tensor, "pin_memory", lambda tensor: self._pin(tensor)),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "synchronize", lambda *_: self.count(Kind.WAIT, "synchronize")),
             (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
@@ -299,6 +304,11 @@ class FakeDevice(TorchDispatchMode):
         replaced += [(module, name, self._launcher(name)) for module, names in LAUNCHED.items() for name in names]
         for target, name, value in replaced:
             self._patches.enter_context(patch.object(target, name, value))
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.clone()
+        self._pinned[pinned] = True
+        return pinned
 
     def _event(self) -> Any:
         self.count(Kind.EVENT, "record")

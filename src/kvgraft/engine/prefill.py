@@ -14,6 +14,7 @@ from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import rotate
@@ -84,23 +85,20 @@ class NativePrefill(PagedPrefill):
         self.ffn_flops = np.zeros(len(plan.lengths), np.int64)
 
     def embed(self, where: Tensor) -> Hidden:
-        tokens = self.token_ids[where].to(self._decoder.device, non_blocking=True)
+        [tokens] = upload(self._decoder.device, self.token_ids[where])
         return Hidden(self._decoder.embed(tokens), where)
 
     def graft(self, layers: range) -> None:
         if not self.plan.graft_targets.numel():
             return
         with self._timed("align"):
-            sources, targets, shifts = self._graft_slots(self._sources)
-            distinct, which = self.plan.graft_shifts.unique(return_inverse=True)
-            table = self._decoder.config.rope.table(distinct.to(shifts.device, non_blocking=True))
-            cos, sin = (part[which.to(shifts.device, non_blocking=True)] for part in table)
+            sources, targets, cos, sin = self._moves
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
             for page_list, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moves: tuple[Tensor, ...] = (source, target, cos, sin)
                 has = self._sources[page_list] >= 0
                 if not has.all():
-                    rows = has.nonzero()[:, 0].to(source.device, non_blocking=True)
+                    [rows] = upload(source.device, has.nonzero()[:, 0])
                     moves = tuple(part[rows] for part in moves)
                 streams = self._cache.layout.streams(page_list, layers)
                 align_copy(keys, values[0] if values else None, streams, *moves)
@@ -207,6 +205,16 @@ class NativePrefill(PagedPrefill):
         self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
         self.attention_flops += rows.counts * config.output_flops
         return attended
+
+    @cached_property
+    def _moves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the tokens to copy, slots at their source and in the prompt, int64 [lists, g], and tables that rotate
+        their keys, float32 [g, d / 2]."""
+        targets = self._slots_of(self.plan.grafted & ~self.plan.in_place)
+        segments = self.plan.segments[self.plan.graft_targets]
+        table = self._decoder.config.rope.table(self.plan.segment_shifts)
+        sources, segments, cos, sin = upload(targets.device, self._sources, segments, *table)
+        return sources, targets, cos[segments], sin[segments]
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> SpreadingRows:

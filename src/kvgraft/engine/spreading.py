@@ -1,6 +1,5 @@
 """Slots, RoPE tables and weights of a `Spreading` on the device, made once for a prefill pass."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from kvgraft.kernels.changes import Turn, average_changes, copy_changed, kv_changes
 from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
@@ -57,7 +57,7 @@ class SpreadingRows:
         is_anchor, is_copied = (where[plan.graft_targets] for where in (spreading.anchors, copied))
         at_anchor, at_target = plan.positions[spreading.anchors], plan.positions[copied]
         at_source = at_anchor - plan.graft_shifts[is_anchor]
-        shifts, which = plan.graft_shifts[is_copied].unique(return_inverse=True)
+        positions = torch.cat([at_anchor, at_source, at_target])
 
         changed = spreading.where[copied]  # bool [n]
         sides = torch.full((2, len(at_target)), -1)
@@ -65,25 +65,28 @@ class SpreadingRows:
         behind = torch.zeros(len(at_target))
         behind[changed] = spreading.behind
 
-        positions, cached, source, which, around, sides = _upload(
+        longest = int(positions.max()) + 1
+        positions, segments, cached, source, around, weights, sides, behind, *shifts = upload(
             device,
-            torch.cat([-at_anchor, -at_source, at_target, shifts]),
+            positions,
+            plan.segments[copied],
             sources[:, is_anchor],
             sources[:, is_copied],
-            which,
             spreading.around,
+            spreading.weights,
             sides,
+            behind,
+            *rope.table(plan.segment_shifts),
         )
-        weights, behind = _upload(device, spreading.weights, behind)
-        counts = len(at_anchor), len(at_source), len(at_target), len(shifts)
-        parts = zip(*(part.split(counts) for part in rope.table(positions)), strict=True)
-        to_origin, from_source, place, by_shift = parts
-        cos, sin = (part[which] for part in by_shift)
+        cos, sin = rope.table(positions, longest)
+        counts = len(at_anchor), len(at_source), len(at_target)
+        (new, old, place), (new_sin, old_sin, place_sin) = cos.split(counts), sin.split(counts)
+        sin[: 2 * len(at_anchor)].neg_()  # back to position 0
         return cls(
-            (recomputed, to_origin),
-            (cached, from_source),
-            (source, (cos, sin)),
-            (target, place),
+            (recomputed, (new, new_sin)),
+            (cached, (old, old_sin)),
+            (source, (shifts[0][segments], shifts[1][segments])),
+            (target, (place, place_sin)),
             around,
             weights,
             sides,
@@ -95,10 +98,3 @@ class SpreadingRows:
         changes = kv_changes(pools, heads, self.recomputed, self.cached)
         averaged = average_changes(changes, self.around, self.weights)
         copy_changed(pools, heads, self.source, self.target, averaged, self.sides, self.behind)
-
-
-def _upload(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
-    """Copy tensors of one dtype to the device in one upload."""
-    packed = torch.cat([tensor.flatten() for tensor in tensors]).to(device, non_blocking=True)
-    parts = packed.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kernels.memoised import forget, memoised
+from kvgraft.kernels.upload import upload
 
 LONG_RUN = 256  # queries
 LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
@@ -83,7 +84,7 @@ class Context:
     @cached_property
     def device_positions(self) -> Tensor:
         """`positions` beside the pool."""
-        return self.positions.to(self.slots.device, non_blocking=True)
+        return upload(self.slots.device, self.positions)[0]
 
     @memoised
     def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
@@ -201,7 +202,7 @@ class AttentionLayout:
             edge = rows.start + openings.get(number, 0)
             for start, stop, opens in ((rows.start, edge, True), (edge, rows.stop, False)):
                 tiles += [(number, first, min(size, stop - first), opens) for first in range(start, stop, size)]
-        return torch.tensor(tiles, dtype=torch.int32).to(self.query_positions.device, non_blocking=True)
+        return upload(self.query_positions.device, torch.tensor(tiles, dtype=torch.int32))[0]
 
     @memoised
     def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.pages import PagePool
 
@@ -35,8 +36,10 @@ class PageLists:
         self.pages[lists, blocks] = pages
         offsets = np.arange(self.block_size)
         slots = np.where(pages[..., None] < 0, -1, pages[..., None] * self.block_size + offsets)
-        tokens = torch.from_numpy((blocks[:, None] * self.block_size + offsets).ravel()).to(self.slots.device)
-        self.slots[lists, tokens] = torch.from_numpy(slots.reshape(len(slots), -1)).to(self.slots.device)
+        tokens = (blocks[:, None] * self.block_size + offsets).ravel()
+        given = torch.from_numpy(tokens), torch.from_numpy(slots.reshape(len(slots), -1))
+        places, placed = upload(self.slots.device, *given)
+        self.slots[lists, places] = placed
 
     def shorten(self, num_blocks: int) -> list[int]:
         """Have only the first blocks; returns the pages of the others."""

@@ -141,26 +141,28 @@ class Rope:
         """
         return _inverse_frequencies(self, torch.device(device))
 
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 [n, head_dim / 2], of integer positions [n], which may be negative (shifts).
 
         Angles are taken in float64, so that they are exact to float32 at positions of millions.
-        """
-        frequencies = self.inverse_frequencies(positions.device)
-        angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
-        return angles.cos().float(), angles.sin().float()
-
-    def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
-        """`table` times `attention_factor`: what a host rotates fresh queries and keys by.
 
         Args:
-            longest: above all positions, if known: then rows are taken from a table that is kept.
+            longest: above all positions, none of them negative, if known: then rows are taken from a table that is
+                kept.
         """
         if longest is not None:
             size = 1 << max(LEAST_KEPT, longest - 1).bit_length()
             cos, sin = _kept_table(self, size, positions.device)
             return cos[positions], sin[positions]
-        cos, sin = self.table(positions)
+        frequencies = self.inverse_frequencies(positions.device)
+        angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
+        return angles.cos().float(), angles.sin().float()
+
+    def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+        """`table` times `attention_factor`: what a host rotates fresh queries and keys by."""
+        cos, sin = self.table(positions, longest)
+        if self.attention_factor == 1:
+            return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
 
@@ -205,8 +207,8 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved
 
 @lru_cache(maxsize=8)
 def _kept_table(rope: Rope, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`fresh_table` of the positions below `size`."""
-    return rope.fresh_table(torch.arange(size, device=device))
+    """`table` of the positions below `size`."""
+    return rope.table(torch.arange(size, device=device))
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import layers_share
 from kvgraft.prefill.plan import Plan
@@ -33,8 +34,8 @@ class Hidden:
         """The rows of a subset of these tokens."""
         if bool((where & ~self.where).any()):
             raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
-        rows = where[self.where].nonzero()[:, 0]
-        return Hidden(self.states[rows.to(self.states.device, non_blocking=True)], where)
+        [rows] = upload(self.states.device, where[self.where].nonzero()[:, 0])
+        return Hidden(self.states[rows], where)
 
     def with_states(self, states: Tensor) -> "Hidden":
         """The same tokens, one layer further."""
@@ -48,7 +49,8 @@ class Hidden:
         mine = self.where[where]
         rows = torch.where(mine, mine.cumsum(0) - 1, len(self.states) + (~mine).cumsum(0) - 1)
         both = torch.cat([self.states, other.states])
-        return Hidden(both[rows.to(both.device, non_blocking=True)], where)
+        [rows] = upload(both.device, rows)
+        return Hidden(both[rows], where)
 
 
 class PrefillContext(ABC):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
+from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
@@ -76,17 +77,14 @@ class PagedPrefill(PrefillContext):
             raise ValueError(f"layer {index} has no queries for these tokens: its last queries are of {computed_at}")
         with self._timed("select"):
             scores = torch.zeros(self.plan.num_tokens)
-            chosen = queries[where]  # bool [n]
             for prompt, slots in zip(self.plan.prompts, self._slots, strict=True):
                 if not self.plan.grafted[prompt].any():
                     continue
                 before = int(where[: prompt.start].sum())
-                mine = slice(before, before + int(where[prompt].sum()))
-                positions = self.plan.positions[prompt][queries[prompt]].to(slots.device, non_blocking=True)
+                rows = before + queries[prompt][where[prompt]].nonzero()[:, 0]
+                rows, positions = upload(slots.device, rows, self.plan.positions[prompt][queries[prompt]])
                 keys = self._keys_at(index, slots[:, : prompt.stop - prompt.start])
-                scores[prompt] = attention_mass(
-                    query[mine][chosen[mine]], keys, positions, self._scale, reduction
-                ).cpu()
+                scores[prompt] = attention_mass(query[rows], keys, positions, self._scale, reduction).cpu()
             return scores
 
     def reject(self, where: Tensor) -> None:
@@ -106,7 +104,8 @@ class PagedPrefill(PrefillContext):
         last = torch.tensor([prompt.stop - 1 for prompt in self.plan.prompts])
         if not bool(hidden.where[last].all()):
             raise ValueError("the policy returned no hidden state for the last token of a prompt")
-        return hidden.states[hidden.where.cumsum(0)[last] - 1]
+        [rows] = upload(hidden.states.device, hidden.where.cumsum(0)[last] - 1)
+        return hidden.states[rows]
 
     def _rows_of(self, where: Tensor) -> list[Tensor]:
         """Per prompt the positions that are set in `where` bool [T]."""
@@ -116,8 +115,8 @@ class PagedPrefill(PrefillContext):
         """Return source slots, target slots [lists, g] and shifts [g] of the tokens to copy, int64 on the cache's
         device."""
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
-        shifts = self.plan.graft_shifts.to(target.device, non_blocking=True)
-        return sources.to(target.device, non_blocking=True), target, shifts
+        sources, shifts = upload(target.device, sources, self.plan.graft_shifts)
+        return sources, target, shifts
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
@@ -131,8 +130,8 @@ class PagedPrefill(PrefillContext):
             if known is where:
                 return slots
         places = [where[prompt].nonzero()[:, 0] for prompt in self.plan.prompts]
-        parts = zip(self._slots, places, strict=True)
-        slots = torch.cat([own[:, at.to(own.device, non_blocking=True)] for own, at in parts], dim=1)
+        uploaded = upload(self._slots[0].device, torch.cat(places))[0].split([at.numel() for at in places])
+        slots = torch.cat([own[:, at] for own, at in zip(self._slots, uploaded, strict=True)], dim=1)
         self._found.append((where, slots))
         return slots
 

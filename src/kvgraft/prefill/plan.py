@@ -221,21 +221,29 @@ class Plan:
     def segment_starts(self, tokens: int, share: float = 1.0) -> Tensor:
         """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one), or this share of
         them, rounded up, if that is less."""
-        before, after = self._places
-        most = (share * (before + after + 1).double() - 1e-9).ceil()
-        return self._at(self.graft_targets[before < most.clamp(max=tokens)])
+        first, counts = self._segments
+        most = (share * counts.double() - 1e-9).ceil().clamp(max=tokens).long()
+        place = torch.arange(int(most.max()) if most.numel() else 0)
+        return self._at(self.graft_targets[(first[:, None] + place)[place < most[:, None]]])
 
     def edges(self, tokens: int) -> Tensor:
         """bool [T]: the first and the last `tokens` grafted tokens of every segment."""
-        before, after = self._places
-        return self._at(self.graft_targets[torch.minimum(before, after) < tokens])
+        numbers = self._segment_numbers
+        first, counts = (part[numbers] for part in self._segments)
+        before = torch.arange(numbers.numel()) - first
+        return self._at(self.graft_targets[torch.minimum(before, counts - 1 - before) < tokens])
 
     @cached_property
     def segments(self) -> Tensor:
         """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1 of others."""
         numbers = torch.full((self.num_tokens,), -1)
-        numbers[self.graft_targets] = self._starts_segment.cumsum(0) - 1
+        numbers[self.graft_targets] = self._segment_numbers
         return numbers
+
+    @cached_property
+    def segment_shifts(self) -> Tensor:
+        """int64 [segments]: new minus old position of the tokens of each segment."""
+        return self.graft_shifts[self._segments[0]]
 
     def top_share(self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0) -> Tensor:
         """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T], where those
@@ -249,19 +257,18 @@ class Plan:
         return self._top(scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among)
 
     @cached_property
-    def _starts_segment(self) -> Tensor:
-        """bool [g]: grafted tokens that begin a segment."""
+    def _segments(self) -> tuple[Tensor, Tensor]:
+        """Where in 0..g each segment begins, and how many tokens it has: int64 [segments] each."""
         starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
         starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
-        return starts
+        first = starts.nonzero()[:, 0]
+        return first, first.diff(append=torch.tensor([starts.numel()]))
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """How many tokens of its segment stand before and behind each grafted token, int64 [g] each."""
-        segment = self._starts_segment.cumsum(0) - 1
-        first, counts = self._starts_segment.nonzero()[:, 0], segment.bincount()
-        before = torch.arange(segment.numel()) - first[segment]
-        return before, counts[segment] - 1 - before
+    def _segment_numbers(self) -> Tensor:
+        """int64 [g]: the number of the segment of each copied token."""
+        counts = self._segments[1]
+        return torch.arange(counts.numel()).repeat_interleave(counts)
 
     def _at(self, positions: Tensor) -> Tensor:
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)

@@ -30,7 +30,7 @@ class Spreading:
     def __init__(self, plan: Plan, anchors: Tensor, chosen: Tensor, distance: float, share: float = 1.0) -> None:
         self.anchors = anchors
         self.copied = plan.grafted & ~plan.in_place & ~chosen
-        segments, places = plan.segments, torch.arange(plan.num_tokens)
+        segments = plan.segments
         some = anchors.nonzero()[:, 0]  # [c]
         around = torch.arange(len(some))[:, None] + torch.arange(-AVERAGED, AVERAGED + 1)  # [c, w]
         self.around = around.clamp(0, max(len(some) - 1, 0))
@@ -38,9 +38,11 @@ class Spreading:
         decay = torch.exp(-(some[self.around] - some[:, None]).abs() / distance)
         averaged = torch.where(near, decay, 0.0)
         self.weights = (share * averaged / averaged.sum(1, keepdim=True)).float()
-        self.where = (segments >= 0) & ~chosen & torch.isin(segments, segments[some])
-        rest = places[self.where]  # [n]
-        after = torch.searchsorted(some, rest)
+        changed = torch.zeros(len(plan.segment_shifts) + 1, dtype=torch.bool)  # the last one: of no segment
+        changed[segments[some]] = True
+        self.where = changed[segments] & ~chosen
+        rest = self.where.nonzero()[:, 0]  # [n]
+        after = anchors.cumsum(0)[rest]
         self.sides = torch.stack([(after - 1).clamp(min=0), after.clamp(max=max(len(some) - 1, 0))])
         same = segments[some][self.sides] == segments[rest]
         distances = (some[self.sides] - rest).abs().float()

@@ -121,6 +121,8 @@ def tokenise(
     """
     if (block_size is None) != (pad_id is None) or (block_size is not None and block_size < 1):
         raise ValueError(f"block_size {block_size}, pad_id {pad_id}: both or neither, and block_size at least 1")
+    if set(map(type, parts)) == {int}:  # one by one, thousands take milliseconds
+        return TokenisedPrompt(np.array([*prefix_ids, *parts], dtype=np.int64), ())
     token_ids, segments, after_segment = list(prefix_ids), [], False
     for part in [parts] if isinstance(parts, str) else parts:
         is_segment = isinstance(part, Segment)
