@@ -31,6 +31,7 @@ from kvgraft.kernels import dispatch
 from kvgraft.kernels.cpu import align as cpu_align
 from kvgraft.kernels.cpu import attention as cpu_attention
 from kvgraft.kernels.layout import AttentionLayout, Context
+from kvgraft.kernels.reference import align as torch_align
 from kvgraft.kernels.reference import changes as torch_changes
 from kvgraft.kernels.reference import rows as torch_rows
 from kvgraft.kernels.triton import align, attention, changes, mass, rows
@@ -128,6 +129,11 @@ class FakeTensor(Tensor):
     def numpy(self, **_: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, list):  # torch would make an index for the device that a wrapper is on
+            index = torch.tensor(index)
+        return Tensor.__getitem__(self, index)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(value, bool | int | float):
             value = FakeTensor(torch.full((), value, dtype=self.dtype))
@@ -165,6 +171,11 @@ class FakeDevice(TorchDispatchMode):
         if not self._entered:
             self._patches.close()
 
+    @classmethod
+    def is_entered(cls) -> bool:
+        """Whether there is a device."""
+        return hasattr(cls, "current") and cls.current._entered > 0
+
     @contextmanager
     def counting(self) -> Iterator[list[Operation]]:
         """Record what is done inside."""
@@ -179,6 +190,21 @@ class FakeDevice(TorchDispatchMode):
         """Record an operation, if one is counting."""
         if self._operations is not None:
             self._operations.append(Operation(kind, name, nbytes, _functions()))
+
+    def launch(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count one launch, and run what gives its numbers on the CPU; RuntimeError for a tensor that is there."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if strangers := [tensor.shape for tensor in given if not isinstance(tensor, FakeTensor)]:
+            raise RuntimeError(f"{name}: all tensors must be on cuda:0, and {strangers} are on the CPU")
+        self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given))
+        return self._uncounted(kernel, *args, **kwargs)
+
+    def _uncounted(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        operations, self._operations = self._operations, None
+        try:
+            return tree_map(_on_cuda, kernel(*tree_map(_held, args), **tree_map(_held, kwargs)))
+        finally:
+            self._operations = operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -326,6 +352,7 @@ class FakeDevice(TorchDispatchMode):
         on_cpu: dict[str, Callable[..., Any]] = {
             "add_norm": torch_rows.add_norm,
             "align_copy": cpu_align.align_copy,
+            "align_paged": torch_align.align_paged,
             "attention_mass": cpu_attention.attention_mass,
             "average_changes": torch_changes.average_changes,
             "copy_changed": torch_changes.copy_changed,
@@ -340,12 +367,8 @@ class FakeDevice(TorchDispatchMode):
 
         def both(*args: Any) -> Any:
             counted(*args)
-            operations, self._operations = self._operations, None
-            try:
-                held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args]
-                return tree_map(_on_cuda, on_cpu[name](*tree_map(_held, held)))
-            finally:
-                self._operations = operations
+            held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args]
+            return self._uncounted(on_cpu[name], *held)
 
         return both
 

@@ -3,13 +3,17 @@
 A tiny random model reads eight documents, then a prompt with them in another order, of which a tenth is new. Counts
 depend on the number of layers, hardly on their size or on the prompt's length.
 
-    python benchmarks/launches.py [--tokens 2048] [--prompts 4] [--json]
+    python benchmarks/launches.py [--host vllm] [--tokens 2048] [--prompts 4] [--json]
+
+With `--host vllm` recoveries run in vLLM's decoder layers (see `fake_vllm`), of which a stock one is 12 launches.
 """
 
 import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +24,7 @@ from rich.console import Console
 
 from fake_device import FakeDevice, Kind, Operation
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.prefill.policies import parse_policy
 from tables import markdown_table
 from ttft import make_model
 
@@ -28,8 +33,18 @@ SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 VOCAB, MAX_LENGTH, DOCUMENTS, KNOWN = 4096, 65536, 8, 0.9
+VLLM_POLICIES = ("full", "naive", "epic", "cacheblend", "sparsex", "transitive", "spread")
+VLLM_SHAPE = SHAPE | {"head_dim": 32}  # the least that vLLM's attention layers take
+BEGINNING = 7  # tokens that are read before the documents
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 SHOWN = (Kind.LAUNCH, Kind.WAIT, Kind.WAITING_UPLOAD, Kind.UPLOAD, Kind.EVENT, Kind.HOST, Kind.VIEW, Kind.ALLOCATION)
+
+
+class HostName(StrEnum):
+    """What runs the recoveries."""
+
+    NATIVE = "native"
+    VLLM = "vllm"
 
 
 def prompts(tokens: int, count: int, seed: int = 0) -> tuple[list[int], list[list[int]]]:
@@ -41,7 +56,13 @@ def prompts(tokens: int, count: int, seed: int = 0) -> tuple[list[int], list[lis
         before, behind = np.array_split(random.integers(1, VOCAB, tokens - round(tokens * KNOWN)), 2)
         order = random.permutation(DOCUMENTS)
         made.append(np.concatenate([before, *[documents[number] for number in order], behind]).tolist())
-    return np.concatenate([random.integers(1, VOCAB, 7), *documents]).tolist(), made
+    return np.concatenate([random.integers(1, VOCAB, BEGINNING), *documents]).tolist(), made
+
+
+def documents(tokens: int) -> list[range]:
+    """Where they lie in what is read first, for prompts of so many tokens."""
+    lengths = [len(part) for part in np.array_split(np.zeros(round(tokens * KNOWN)), DOCUMENTS)]
+    return [range(first, stop) for first, stop in pairwise(np.cumsum([BEGINNING, *lengths]).tolist())]
 
 
 def counted(
@@ -66,6 +87,22 @@ def counted(
     return found
 
 
+def counted_in_vllm(model: Path, policies: Sequence[str], tokens: int = 2048) -> dict[str, list[Operation]]:
+    """The same for vLLM's host: all operations of a recovery of one prompt."""
+    from fake_vllm import LoadedModel, Recoveries  # imports vLLM
+
+    (read, [asked]), loaded, found = prompts(tokens, 1), LoadedModel.of(model), {}
+    with torch.inference_mode(), FakeDevice() as device:
+        recover = Recoveries(loaded.host("cuda"), read, documents(tokens), asked)
+        for policy in policies:
+            recover(parse_policy(policy))  # what is made once is there
+            recover.forget()
+            with device.counting() as operations:
+                recover(parse_policy(policy))
+            found[policy] = operations
+    return found
+
+
 def per_layer(few: Sequence[Operation], many: Sequence[Operation], kind: Kind, layers: int) -> float:
     """Operations of a kind that each of `layers` more layers adds."""
     return (count_of(many, kind) - count_of(few, kind)) / layers
@@ -77,20 +114,24 @@ def count_of(operations: Sequence[Operation], kind: Kind, inside: str = "") -> i
 
 
 def main(
-    policies: Annotated[str, typer.Option(help="By semicolons.")] = ";".join(POLICIES),
+    host: Annotated[HostName, typer.Option(help="What runs the recoveries.")] = HostName.NATIVE,
+    policies: Annotated[str, typer.Option(help="By semicolons; by default those of the host.")] = "",
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 2048,
-    prompts: Annotated[int, typer.Option(help="In one pass.")] = 1,
+    prompts: Annotated[int, typer.Option(help="In one pass; of the native host.")] = 1,
     layers: Annotated[int, typer.Option(help="Of the model; twice as many tell what a layer adds.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Count, and print a row for each policy."""
-    names = policies.split(";")
+    in_vllm = host is HostName.VLLM
+    if in_vllm and prompts != 1:
+        raise typer.BadParameter(f"--prompts {prompts} with --host vllm: only 1 is allowed")
+    names = policies.split(";") if policies else VLLM_POLICIES if in_vllm else POLICIES
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("counting"):
         found = []
         for number in (layers, 2 * layers):
             model = Path(folder) / str(number)
-            make_model(model, number, MAX_LENGTH, SHAPE, dtype="bfloat16")
-            found.append(counted(model, names, tokens, prompts))
+            make_model(model, number, MAX_LENGTH, VLLM_SHAPE if in_vllm else SHAPE, dtype="bfloat16")
+            found.append(counted_in_vllm(model, names, tokens) if in_vllm else counted(model, names, tokens, prompts))
     few, many = found
     rows = {
         name: {
@@ -102,7 +143,7 @@ def main(
         for name in names
     }
     if as_json:
-        settings = {"tokens": tokens, "prompts": prompts, "layers": layers, "known": KNOWN}
+        settings = {"host": host, "tokens": tokens, "prompts": prompts, "layers": layers, "known": KNOWN}
         kernels = {name: Counter(one.name for one in few[name] if one.kind is Kind.LAUNCH) for name in names}
         print(json.dumps({"settings": settings, "policies": rows, "kernels": kernels}))
         return

@@ -1,0 +1,203 @@
+"""vLLM's host of a recovery without an engine, on the CPU or on a device that is not there.
+
+The model, its decoder layers, their attention layers and forward contexts are vLLM's own, and so is all code of KVGraft
+from `RecoveryBatch` down. Three things are stand-ins, each one launch as its kernel on CUDA: norms, rotary embedding,
+activation and matrices run on the CPU; the attention backend writes keys and values to rows of numbers, as
+FlashAttention's cache has them, and attends in plain torch; the metadata builder returns what it is given.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader import get_model
+
+from fake_device import FakeDevice, FakeTensor
+from kvgraft.prefill.context import Policy
+from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.policies.full import Full
+from kvgraft.segments.matches import Match
+from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.recovery import Job, RecoveryBatch, RecoveryResult
+
+BLOCK = 16
+UNBOUNDED = 1 << 40  # token-layers
+SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 8192, "block_size": BLOCK, "num_gpu_blocks_override": 512}
+
+
+def launched(name: str, run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Run one kernel: as one launch while there is a device."""
+    if FakeDevice.is_entered():
+        return FakeDevice.current.launch(name, run, *given, **named)
+    return run(*given, **named)
+
+
+class RowAttention:
+    """A stand-in for an attention backend on CUDA, whose cache is [blocks, Hkv, N, 2 d]: keys, and values beside."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Write keys and values [n, Hkv, d] to slots int64 [n]."""
+        launched("reshape_and_cache", _write, key, value, cache, slots)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, **named: Any
+    ) -> Tensor:
+        """Attend causally, queries and output [n, Hq, d]."""
+        tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor
+        attended: Tensor = launched("attention", partial(_attend, self.scale), query, cache, *tables, named["output"])
+        return attended
+
+
+def _write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    cache.transpose(1, 2)[slots // BLOCK, slots % BLOCK] = torch.cat((key, value), -1)
+
+
+def _attend(
+    scale: float, query: Tensor, cache: Tensor, starts: Tensor, lengths: Tensor, blocks: Tensor, output: Tensor
+) -> Tensor:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for run, (first, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        seen = int(lengths[run])
+        rows = cache[blocks[run, : -(-seen // BLOCK)].long()].transpose(1, 2).flatten(0, 1)[:seen]  # [t, Hkv, 2 d]
+        keys, values = rows.transpose(0, 1).chunk(2, -1)
+        visible = torch.ones(stop - first, seen, dtype=torch.bool).tril(seen - (stop - first))
+        asking = query[first:stop].transpose(0, 1)
+        attended = attend(asking, keys, values, visible, scale=scale, enable_gqa=True)
+        output[first:stop] = attended.transpose(0, 1)
+    return output
+
+
+def _norm(forward: Callable[..., Any], rows: Tensor, residual: Tensor | None = None) -> Any:
+    """Overwrite what it is given, as the fused norm does on CUDA."""
+    if residual is None:
+        return forward(rows)
+    for given, made in zip((rows, residual), forward(rows.clone(), residual.clone()), strict=True):
+        given.copy_(made)
+    return rows, residual
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """vLLM's model, on the CPU whatever the device of its host is."""
+
+    config: VllmConfig
+    model: torch.nn.Module
+
+    @classmethod
+    def of(cls, folder: Path) -> "LoadedModel":
+        """Load the model of a folder in bfloat16."""
+        given = EngineArgs(model=str(folder), enforce_eager=True, dtype="bfloat16", **SETTINGS)
+        with set_current_vllm_config(config := given.create_engine_config()), torch.inference_mode():
+            if not model_parallel_is_initialized():
+                init_distributed_environment(1, 0, f"file://{mkdtemp()}/store", 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
+            with patch.object(torch.accelerator, "empty_cache"):
+                model = get_model(vllm_config=config)
+        config.cache_config.num_gpu_blocks = SETTINGS["num_gpu_blocks_override"]
+        for module in model.modules():
+            _stand_in(module)
+        return cls(config, model)
+
+    @torch.inference_mode()
+    def host(self, device: str) -> ModelHost:
+        """Return its host, whose cache is on the CPU or on "cuda"."""
+        attentions = self.config.compilation_config.static_forward_context
+        for attention in attentions.values():
+            attention.impl = RowAttention(attention.impl.scale)
+            attention.use_direct_call = True
+            shape = SETTINGS["num_gpu_blocks_override"], attention.num_kv_heads, BLOCK, 2 * attention.head_size
+            attention.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        spec = next(iter(attentions.values())).get_kv_cache_spec(self.config)
+        builder = SimpleNamespace(kv_cache_spec=spec, build=lambda _, common, fast_build: common)
+        group = SimpleNamespace(layer_names=list(attentions), get_metadata_builder=lambda: builder)
+        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        runner = SimpleNamespace(
+            vllm_config=self.config, get_model=lambda: self.model, kv_cache_config=cache, attn_groups=[[group]],
+            device=torch.device(device),
+        )  # fmt: skip
+        return ModelHost(runner)
+
+
+def _stand_in(module: Any) -> None:
+    """Make one launch of what is one kernel on CUDA."""
+    name = type(module).__name__
+    if isinstance(module, RMSNorm):
+        module._forward_method = partial(launched, name, partial(_norm, module.forward_native))
+    elif isinstance(module, SiluAndMul | RotaryEmbeddingBase):
+        module._forward_method = partial(launched, name, module.forward_native)
+    elif isinstance(module, LinearBase | VocabParallelEmbedding):
+        module.forward = partial(launched, name, module.forward)
+
+
+class Recoveries:
+    """One prompt of documents that were read before, recovered into the same blocks again and again.
+
+    Args:
+        read: what was read; documents: their places in it; prompt: in which they stand.
+    """
+
+    def __init__(self, host: ModelHost, read: Sequence[int], documents: Sequence[range], prompt: Sequence[int]) -> None:
+        self._host, self._prompt = host, prompt
+        count = -(-len(read) // BLOCK)
+        self._source, self._table = np.arange(1, count + 1), np.arange(count + 1, count + 1 - -len(prompt) // BLOCK)
+        self._matches = [self._match(read, document) for document in documents]
+        self._recover(Full(), read, Plan.for_prompt(len(read), BLOCK), self._source)
+
+    @torch.inference_mode()
+    def forget(self) -> None:
+        """Clear its blocks."""
+        self._host.clear(torch.from_numpy(self._table))
+
+    def __call__(self, policy: Policy) -> RecoveryResult:
+        """Recover it under this policy."""
+        matches = self._matches if policy.uses_grafts else []
+        plan = Plan.for_prompt(len(self._prompt), BLOCK, matches=matches)
+        return self._recover(policy, self._prompt, plan, self._table)
+
+    def cached(self) -> list[Tensor]:
+        """By layer what the cache has of the prompt: [T, Hkv, 2 d]."""
+        caches = (_held(attention.kv_cache)[self._table] for attention in self._host.attentions)
+        return [cache.transpose(1, 2).flatten(0, 1)[: len(self._prompt)] for cache in caches]
+
+    def _match(self, read: Sequence[int], document: range) -> Match:
+        text, size = list(read[document.start : document.stop]), len(document)
+        start = next(at for at in range(len(self._prompt)) if list(self._prompt[at : at + size]) == text)
+        pages = self._source[document.start // BLOCK : -(-document.stop // BLOCK)]
+        return Match(start, size, document.start, pages.astype(np.int32), 0, 0)
+
+    @torch.inference_mode()
+    def _recover(self, policy: Policy, tokens: Sequence[int], plan: Plan, table: np.ndarray) -> RecoveryResult:
+        pages = np.unique(plan.graft_sources.numpy() // BLOCK)[:, None]
+        job = Job("prompt", policy, plan, np.array(tokens), (table,), pages)
+        batch = RecoveryBatch(self._host, None, None, [job])  # type: ignore[arg-type]  # no library: nothing is kept
+        batch.advance(UNBOUNDED)
+        if batch.outcomes is None or batch.outcomes["prompt"].failure:
+            raise ValueError(f"{policy} failed: {batch.outcomes}")
+        return batch.outcomes["prompt"]
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, FakeTensor) else tensor
