@@ -212,6 +212,7 @@ class FakeDevice(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator, on tensors of either device."""
         name = func._schema.name.split("::")[1]
+        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}  # there is no driver
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         to_device = any(_is_cuda(value) for value in (kwargs.get("device"), *args) if value is not None)

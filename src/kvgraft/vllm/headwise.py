@@ -13,6 +13,7 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
+from kvgraft.vllm.compat.model import joined
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
 
@@ -132,9 +133,9 @@ class HeadwisePrefill(VllmPrefill):
         for chunk in self._chunks_of(hidden.where):
             self._spend(chunk.positions.numel() // PROJECT)
             with self._timed(self._stage(hidden)):
-                before = entering(index, hidden.states[chunk.rows])
+                before = entering(index, hidden.states[chunk.rows].unbind(1))
                 parts.append(self._host.heads_of(index, chunk.slots, chunk.positions, *before))
-        query, keys, values = (_joined(rows) for rows in zip(*parts, strict=True))
+        query, keys, values = (joined(rows) for rows in zip(*parts, strict=True))
         return Projected(index, hidden, query, keys, values, self._slots_of(hidden.where))
 
     def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,13 +213,9 @@ class HeadwisePrefill(VllmPrefill):
         super()._forget_metadata()
         self._head_metadata.clear()
 
-    def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
-        chunks, sees = super()._cut(positions), (self.head_map.sinks, self.head_map.window)
+    def _cut(self, where: Tensor, positions: Sequence[Tensor]) -> list[PrefillChunk]:
+        chunks, sees = super()._cut(where, positions), (self.head_map.sinks, self.head_map.window)
         places = torch.arange(self.plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
         self._layouts = [AttentionLayout.of([positions[0][chunk.rows]], [places], *sees) for chunk in chunks]
         self._head_metadata.clear()
         return chunks
-
-
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

@@ -1,6 +1,6 @@
 """vLLM's layers and blocks, for what is computed over parts of documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,19 +8,20 @@ from torch import Tensor
 from kvgraft.prefill.context import Reduction
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.uploads import upload
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
     """int64 [n] -> what enters the first layer: vLLM's hidden state and residual, [n, 2, D]."""
-    states = host.embed(token_ids.to(host.device))
+    states = host.embed(*upload(host.device, token_ids))
     return torch.stack((states, torch.zeros_like(states)), dim=1)
 
 
-def entering(index: int, states: Tensor) -> tuple[Tensor, Tensor | None]:
+def entering(index: int, halves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Hidden state and residual [n, D] for a layer of vLLM: copies, since its fused norms write to what they are given;
     the first layer has no residual yet."""
-    hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
-    return hidden, residual if index else None
+    hidden, *residual = torch.stack(tuple(halves) if index else tuple(halves[:1]))
+    return hidden, residual[0] if residual else None
 
 
 class VllmLayers(LayerHost):
@@ -52,7 +53,7 @@ class VllmLayers(LayerHost):
             every[rows] = attended
             return every
 
-        after = self._host.run_around(index, positions, *entering(index, states), attend_all)
+        after = self._host.run_around(index, positions, *entering(index, states.unbind(1)), attend_all)
         return states[:0] if after is None else torch.stack(after, dim=1)[rows]
 
     def agree(self, values: Tensor, reduction: Reduction) -> Tensor:

@@ -10,16 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.engine.spreading import SpreadingRows
 from kvgraft.kernels.memoised import memoised
+from kvgraft.kv.rope import Rope
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.vllm.compat.alignment import Alignment
-from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.model import ModelHost, joined
+from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
+from kvgraft.vllm.uploads import upload
 
 Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
@@ -36,6 +40,24 @@ class PrefillChunk:
     slots: Tensor  # int64 [groups, n]
     runs: list[tuple[int, int, int]]  # prompt, first position, stop position
     metadata: list[Any] | None = None
+
+
+class LayerOutput(Hidden):
+    """What has left a layer: hidden states and residuals [m, D] of the chunks of rows, as they were computed. They are
+    copied to one tensor [n, 2, D] only if somebody asks for their `states`."""
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], where: Tensor) -> None:
+        vars(self).update(parts=parts, where=where)
+
+    parts: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def states(self) -> Tensor:  # type: ignore[override]
+        """As in the protocol."""
+        return joined([torch.stack(part, dim=1) for part in self.parts])
+
+    def with_states(self, states: Tensor) -> Hidden:
+        return Hidden(states, self.where)
 
 
 class VllmPrefill(PagedPrefill):
@@ -64,7 +86,10 @@ class VllmPrefill(PagedPrefill):
         offsets = np.arange(plan.block_size)
         self._tables = list(zip(*tables, strict=True))  # by group, by prompt
         by_prompt = [(np.stack(own)[..., None] * plan.block_size + offsets).reshape(len(own), -1) for own in tables]
-        super().__init__(plan, [torch.from_numpy(slots).to(host.device) for slots in by_prompt], host.scale)
+        known = [torch.from_numpy(slots) for slots in by_prompt]
+        super().__init__(plan, upload(host.device, *known), host.scale)
+        own = (slots[:, :length] for slots, length in zip(known, plan.lengths, strict=True))
+        self._known_slots = torch.cat(list(own), dim=1)  # int64 [groups, T], on the CPU
         self._source_pages = torch.from_numpy(np.unique(source_pages, axis=0))
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
@@ -175,7 +200,7 @@ class VllmPrefill(PagedPrefill):
     def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
         before_attention: Callable[[], None] | None = None
         if spreading is not None:
-            if index not in self._grafted:
+            if index not in self._grafted and self._host.pool_layout(index) is None:
                 self.graft(range(index, self.num_layers))
             before_attention = partial(self._spread, index, spreading)
         self._enter(index, hidden)
@@ -184,34 +209,34 @@ class VllmPrefill(PagedPrefill):
             self.project(index, hidden)
             before_attention()
             before_attention = None
-        states, queries = torch.empty_like(hidden.states), []
-        for chunk in chunks:
+        parts, queries = [], []
+        for number, chunk in enumerate(chunks):
             if self._spend(chunk.positions.numel()) or (self._host.is_latent and len(chunks) > 1):
                 self._forget_metadata()
             with self._timed(stage):
                 chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
-                before = entering(index, hidden.states[chunk.rows])
+                before = entering(index, _halves(hidden, number, chunk))
                 after = self._host.run_layer(
                     index, chunk.metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
                 )
-                states[chunk.rows, 0], states[chunk.rows, 1] = after[0], after[1]
+                parts.append(after[:2])
                 queries.append(after[2])
         self.computed += self._counts
-        self._query = (index, hidden.where, torch.cat(queries))
-        after_layer = hidden.with_states(states)
+        self._query = (index, hidden.where, joined(queries))
+        after_layer = LayerOutput(parts, hidden.where)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
         return after_layer
 
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []
-        for chunk in self._chunks_of(hidden.where):
+        for number, chunk in enumerate(self._chunks_of(hidden.where)):
             if self._spend(chunk.positions.numel() // PROJECT):
                 self._forget_metadata()
             with self._timed("select"):
-                before = entering(index, hidden.states[chunk.rows])
+                before = entering(index, _halves(hidden, number, chunk))
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
-        self._query = (index, hidden.where, torch.cat(queries))
+        self._query = (index, hidden.where, joined(queries))
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
         return self._host.agree(values, reduction)
@@ -220,10 +245,17 @@ class VllmPrefill(PagedPrefill):
         return self.over_heads(super().scores(index, queries, reduction), reduction)
 
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        return self._host.turning(shifts.to(self._host.device))
+        return self._host.turning(*upload(self._host.device, shifts))
 
     def _spread(self, index: int, spreading: Spreading) -> None:
         """Add to the KV of other tokens what has changed in those that are recomputed."""
+        pool = self._host.pool_layout(index)
+        if pool is not None:
+            [at], (layout, rope) = self._host.attentions_of(index), pool
+            group, cache = self._host.group_of[at], self._host.attentions[at].kv_cache
+            self._pool_rows(spreading, group, layout, rope).apply(layout.pools(cache), layout.heads)
+            self._host.note_written(at, lambda: self._slots_of(spreading.copied)[group])
+            return
         source, to_origin, from_source, to_position = self._spreading_rows(spreading)
         keys, values = self.kv(index, spreading.anchors)
         old_keys, old_values = self._host.read_layer(index, source)
@@ -231,6 +263,17 @@ class VllmPrefill(PagedPrefill):
         changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
         keys, values = spreading.interpolate(changes).split([keys.shape[-1], values.shape[-1]], -1)
         self.add(index, spreading.where, to_position(index, keys), values)
+
+    @memoised
+    def _pool_rows(self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope) -> SpreadingRows:
+        """The same on the device, for layers of one group whose caches lie alike. What this group has lost at its
+        source, and what its tables leave out, has not changed and is not copied."""
+        slots = self._known_slots[group]
+        source, target = self._counterparts(group, self.plan.graft_sources), slots[self.plan.graft_targets]
+        lost = (source // self.block_size == NULL_PAGE) | (target // self.block_size == NULL_PAGE)
+        given = layout.rows(slots[spreading.anchors]), layout.rows(slots[spreading.copied])
+        sources = layout.rows(source.masked_fill(lost, -1))
+        return SpreadingRows.of(self.plan, spreading, sources, rope, *upload(self._host.device, *given))
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> tuple[Tensor, Turning, Turning, Turning]:
@@ -246,8 +289,7 @@ class VllmPrefill(PagedPrefill):
     @cached_property
     def leaves_out(self) -> bool:
         """Whether block tables leave out something of a prefix, which windows do not reach back to."""
-        pairs = zip(self._slots, self.plan.lengths, strict=True)
-        return any(bool((slots[:, :length] < self.block_size).any()) for slots, length in pairs)
+        return bool((self._known_slots < self.block_size).any())
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._kv_at(index, slots)[0]
@@ -263,7 +305,8 @@ class VllmPrefill(PagedPrefill):
     def _out(self, index: int, slots: Tensor, num_heads: int) -> Tensor:
         """Which slots [groups, n] are nobody's, by KV head: bool [n, Hkv, 1]."""
         groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
-        out = (slots[groups] // self.block_size == NULL_PAGE).T.repeat_interleave(num_heads // len(groups), dim=1)
+        own = torch.stack([slots[group] for group in groups])
+        out = (own // self.block_size == NULL_PAGE).T.repeat_interleave(num_heads // len(groups), dim=1)
         return out[..., None]
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -274,27 +317,32 @@ class VllmPrefill(PagedPrefill):
     def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
         if self._where is None or not self._where.equal(where):
             positions = self._rows_of(where)
-            self._where, self._chunks = where, self._cut(positions)
+            self._where, self._chunks = where, self._cut(where, positions)
             self._counts = np.array([p.numel() for p in positions])
         return self._chunks
 
-    def _cut(self, positions: Sequence[Tensor]) -> list[PrefillChunk]:
-        device, total = self._host.device, sum(p.numel() for p in positions)
-        where = torch.cat(list(positions)).to(device)
-        slots = torch.cat([own[:, p.to(device)] for own, p in zip(self._slots, positions, strict=True)], dim=1)
+    def _cut(self, where: Tensor, positions: Sequence[Tensor]) -> list[PrefillChunk]:
+        flat, total = torch.cat(list(positions)), sum(p.numel() for p in positions)
+        places, slots = upload(self._host.device, flat, self._known_slots[:, where])
         prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
         edges = [*range(0, total, self._host.max_rows), total]
-        flat = torch.cat(list(positions)).numpy()
         chunks = []
         for first, stop in pairwise(edges):
-            runs = _runs(prompts[first:stop], flat[first:stop])
-            chunks.append(PrefillChunk(slice(first, stop), where[first:stop], slots[:, first:stop], runs))
+            runs = _runs(prompts[first:stop], flat[first:stop].numpy())
+            chunks.append(PrefillChunk(slice(first, stop), places[first:stop], slots[:, first:stop], runs))
         return chunks
 
     def _forget_metadata(self) -> None:
         """What a backend prepared may point into buffers that other steps, or chunks of latents, have used since."""
         for chunk in self._chunks:
             chunk.metadata = None
+
+
+def _halves(hidden: Hidden, number: int, chunk: PrefillChunk) -> Sequence[Tensor]:
+    """Hidden states and residuals [n, D] of the rows of a chunk, the number of which is given."""
+    if isinstance(hidden, LayerOutput):
+        return hidden.parts[number]  # rows are always cut alike
+    return hidden.states[chunk.rows].unbind(1)
 
 
 def _runs(prompts: np.ndarray, positions: np.ndarray) -> list[tuple[int, int, int]]:

@@ -62,6 +62,8 @@ class Alignment:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
         caches = [self._host.rows_of(index) for index in part]
         align_paged(caches, self._source, self._target, *angles, first=turning.first, interleaved=turning.interleaved)
+        for own in part:
+            self._host.note_written(own, lambda: self._target)
 
     @cached_property
     def _packed_places(self) -> Places:

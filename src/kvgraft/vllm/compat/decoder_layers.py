@@ -130,7 +130,8 @@ def window_of(attention: Any) -> int | None:
 def embed(model: Any, token_ids: Tensor) -> Tensor:
     """What enters the first layer: int64 [n] -> [n, D]."""
     states: Tensor = model.embed_input_ids(token_ids)
-    return states * getattr(model.model.config, "embedding_multiplier", 1.0)  # Granite
+    multiplier = getattr(model.model.config, "embedding_multiplier", 1.0)  # Granite
+    return states if multiplier == 1.0 else states * multiplier
 
 
 def output_states(model: Any, hidden: Tensor, residual: Tensor, *, keeps_residual: bool) -> Tensor:

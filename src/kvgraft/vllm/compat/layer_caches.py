@@ -1,6 +1,6 @@
 """What lies in vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, written, cleared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, decode, encode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,20 @@ class LayerCaches:
             return
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
+    def note_written(self, index: int, slots: Callable[[], Tensor]) -> None:
+        """Let a flow know of slots int64 [n] that a kernel has written to past the attention, if one decodes here."""
+        note = getattr(self.attentions[index].impl, "note_written", None)
+        if note is not None:
+            note(self.attentions[index].kv_cache, slots())
+
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
         self._clear(self.attentions, blocks)
 
     def _clear(self, attentions: Sequence[Any], blocks: Tensor) -> None:
-        blocks = self._kernel_blocks(blocks.to(self.device)[None])[0]
+        if not attentions:
+            return
+        [blocks] = upload(self.device, self._kernel_blocks(blocks[None])[0])
         for attention in attentions:
             attention.kv_cache.index_fill_(0, blocks, 0)
 

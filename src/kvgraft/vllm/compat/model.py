@@ -20,13 +20,20 @@ from kvgraft.vllm.compat.decoder_caches import DecoderCaches
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
+from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import KeyTurning, turning_of
 from kvgraft.vllm.groups import order_of
+from kvgraft.vllm.uploads import upload
 
 NO_SLOT = -1  # vLLM's slot of padding
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows one after the other; the tensor itself if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class _Stop(Exception):
@@ -124,7 +131,7 @@ class ModelHost(DecoderCaches):
         for part in rows.split(self.max_rows):
             self.adapters.map_rows(len(part))
             computed.append(compute(part))
-        return torch.cat(computed)
+        return joined(computed)
 
     def metadata(
         self,
@@ -155,15 +162,16 @@ class ModelHost(DecoderCaches):
             np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
         )
         rows = self._kernel_blocks(padded[torch.tensor([prompt for prompt, _, _ in queries])])
+        own_starts, own_seen, own_rows = upload(self.device, starts, seen, rows)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
+            query_start_loc=own_starts,
             query_start_loc_cpu=starts,
-            seq_lens=seen.to(self.device),
+            seq_lens=own_seen,
             num_reqs=len(queries),
             num_actual_tokens=int(starts[-1]),
             max_query_len=int(sizes.max()),
             max_seq_len=int(seen.max()),
-            block_table_tensor=rows.to(self.device),
+            block_table_tensor=own_rows,
             slot_mapping=slots,
             causal=True,
             seq_lens_cpu_upper_bound=seen,
@@ -181,16 +189,18 @@ class ModelHost(DecoderCaches):
         before_attention: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One stock decoder layer: writes KV to slots int64 [groups, n]; returns hidden, residual [n, D] and queries
-        [n, Hq, d]."""
+        [n, Hq, d]. `before_attention` is called when the KV is written, and may change any of it."""
         seen: list[Tensor] = []
+        apart = before_attention is not None and self._stores_apart(index)
 
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
-            if before_attention is not None:
+            if before_attention is not None and not apart:
                 self.store_layer(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
-        with self._context(index, slots, metadata), self._watch(index, watch):
+        act = before_attention if apart else None
+        with self._context(index, slots, metadata), self._watch(index, watch), self._after_store(index, act):
             hidden, residual = self.layers[index](positions, hidden, residual)
         return hidden, residual, seen[0]
 
@@ -262,6 +272,16 @@ class ModelHost(DecoderCaches):
             return layer(positions, hidden, residual)
         return None
 
+    def pool_layout(self, index: int) -> tuple[PoolLayout, Rope] | None:
+        """How a layer's cache lies in memory and how its keys turn, where it is rows of the model's numbers and all
+        channels turn in halves: what `kv_changes` and `copy_changed` take. None elsewhere."""
+        at, *others = self.attentions_of(index)
+        rope = self.turnings[at].rope
+        if others or self.rounds or self.is_latent or self.is_packed(at) or not self.turnings[at].is_plain:
+            return None
+        layout = PoolLayout.of(self.attentions[at].kv_cache)
+        return None if layout is None or rope is None or rope.head_dim != self.head_dim else (layout, rope)
+
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
         angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
@@ -321,6 +341,33 @@ class ModelHost(DecoderCaches):
         places = {name: slots[self.group_of[at]] for name, at in names.items()}
         with set_forward_context(by_layer, self.config, num_tokens=count, slot_mapping=places, skip_compiled=True):
             yield
+
+    def _stores_apart(self, index: int) -> bool:
+        """Whether the attention of a layer calls `do_kv_cache_update` of its one backend before it attends."""
+        first, *others = (self.attentions[at] for at in self.attentions_of(index))
+        return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
+
+    @contextmanager
+    def _after_store(self, index: int, act: Callable[[], None] | None) -> Iterator[None]:
+        """Have a layer do this, if anything, between storing keys and values and attending; RuntimeError if it never
+        stores any."""
+        if act is None:
+            yield
+            return
+        backend = self.attentions[self.attentions_of(index)[0]].impl
+
+        def update(*given: Any, **named: Any) -> None:
+            del backend.do_kv_cache_update  # of this object alone; its class has one
+            backend.do_kv_cache_update(*given, **named)
+            act()
+
+        backend.do_kv_cache_update = update
+        try:
+            yield
+        finally:
+            never = vars(backend).pop("do_kv_cache_update", None)
+        if never is not None:
+            raise RuntimeError(f"{type(backend).__name__} did not store keys and values of layer {index}")
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:

@@ -69,8 +69,12 @@ class SparseImpl:
     ) -> None:
         """As in vLLM: write key and value [n, Hkv, d] to their slots."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        self.note_written(kv_cache, slot_mapping)
+
+    def note_written(self, kv_cache: Tensor, slots: Tensor) -> None:
+        """Somebody has written to these slots int64 [n] of the cache."""
         if self._program is not None and kv_cache.numel():
-            self._of(kv_cache, self._program).note(slot_mapping)
+            self._of(kv_cache, self._program).note(slots)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
