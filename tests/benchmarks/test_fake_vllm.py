@@ -1,5 +1,6 @@
 """vLLM's host on a device that is not there: it recovers what it recovers on the CPU, and what it asks is bounded."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 
 pytest.importorskip("vllm.config")
 
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+
 from fake_device import FakeDevice, FakeTensor, Kind, Operation
-from fake_vllm import LoadedModel, Recoveries
+from fake_vllm import LoadedModel, Recoveries, RowAttention
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.model import ModelHost
-from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.prefill import VllmPrefill
 from launches import MAX_LENGTH, VLLM_POLICIES, VLLM_SHAPE, count_of, documents, per_layer, prompts
 from ttft import make_model
@@ -72,12 +75,16 @@ def recovered(loaded: LoadedModel, device: str) -> dict[str, Recovered]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedModel]]:
     """Of 4 and of 8 layers."""
     folder = tmp_path_factory.mktemp("models")
     for layers in (LAYERS, 2 * LAYERS):
         make_model(folder / str(layers), layers, MAX_LENGTH, VLLM_SHAPE, dtype="bfloat16")
-    return [LoadedModel.of(folder / str(layers)) for layers in (LAYERS, 2 * LAYERS)]
+    was_initialised = model_parallel_is_initialized()
+    yield [LoadedModel.of(folder / str(layers)) for layers in (LAYERS, 2 * LAYERS)]
+    if not was_initialised:  # an engine of this process makes its own
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +143,21 @@ def test_rows_may_be_computed_in_chunks(models: list[LoadedModel]):
         assert (mine - theirs).norm() < ROUNDING * theirs.norm()
 
 
-@pytest.mark.parametrize("by_head", [True, False])
-def test_a_cache_is_a_pool_of_rows(by_head: bool):
-    """Whether the tokens of a head follow each other in a block, or the heads of a token."""
-    blocks, heads, size, dim = 5, 3, 4, 8
-    shape = (blocks, heads, size, 2 * dim) if by_head else (blocks, size, heads, 2 * dim)
-    whole = torch.randn(shape)
-    cache = whole if by_head else whole.transpose(1, 2)
-    layout = PoolLayout.of(cache)
-    assert layout is not None
-    slots = torch.tensor([0, 7, 19, -1])
-    rows, (keys, values) = layout.rows(slots), layout.pools(cache)
-    expected = cache.transpose(1, 2)[slots // size, slots % size]  # [n, Hkv, 2 d]
-    assert rows[:, 3].tolist() == [-1] * heads
-    assert torch.equal(torch.cat((keys[0][rows], values[0][rows]), -1)[:, :3], expected[:3].transpose(0, 1))
+@pytest.mark.parametrize("policy", ["naive", "spread"])
+def test_a_flow_that_decodes_is_told_of_all_that_is_written(
+    models: list[LoadedModel], policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of what kernels write past the attention."""
+    read, [asked] = prompts(TOKENS, 1)
+    host = models[0].host("cpu")
+    recover, told = Recoveries(host, read, documents(TOKENS), asked), [set[int]() for _ in range(LAYERS)]
+    layer_of = {id(attention.kv_cache): index for index, attention in enumerate(host.attentions)}
+    note = lambda _, cache, slots: told[layer_of[id(cache)]].update(slots.tolist())  # noqa: E731
+    store = RowAttention.do_kv_cache_update
+    monkeypatch.setattr(RowAttention, "note_written", note, raising=False)
+    monkeypatch.setattr(RowAttention, "do_kv_cache_update", lambda *given: (note(None, *given[4:]), store(*given))[1])
+    recover(parse_policy(policy))
+    assert {len(slots) for slots in told} == {len(asked)}
 
 
 def test_a_layer_refuses_what_is_on_the_cpu(models: list[LoadedModel]):
