@@ -67,6 +67,8 @@ _SIZED_BY_VALUES = frozenset(
     )
 )  # fmt: skip
 _INDEXING = frozenset(("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"))
+_READS_ROWS = frozenset(("index", "_unsafe_index", "index_select"))
+_OF_ROWS = _INDEXING | _READS_ROWS | frozenset(("index_copy_", "index_add_"))
 
 
 class Kind(StrEnum):
@@ -87,7 +89,7 @@ class Operation:
     """One operation.
 
     Attributes:
-        nbytes: of its tensors, if it is on the device.
+        nbytes: of its tensors, if it is on the device; where it indexes one, of the rows that it reads or writes.
         functions: of KVGraft, that it was called from, the innermost first.
     """
 
@@ -153,6 +155,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self._operations: list[Operation] | None = None
         self._patches = ExitStack()
+        self._row_bytes: int | None = None  # by the kernel that is being launched, if that is known
         self._layouts: dict[int, tuple[AttentionLayout, AttentionLayout]] = {}
         self._entered = 0
         self._pinned = WeakTensorKeyDictionary()
@@ -246,12 +249,13 @@ class FakeDevice(TorchDispatchMode):
         if name in _SIZED_BY_VALUES or (name == "repeat_interleave" and not kwargs.get("output_size")):
             self.count(Kind.WAIT, name, 8)
         kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
-        self.count(kind, name, sum(_held(tensor).nbytes for tensor in given))
         held_args, held_kwargs = tree_map(_held, args), tree_map(_held, kwargs)
         held_args = tree_map(lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args)
         if _is_cuda(kwargs.get("device")):
             held_kwargs["device"] = "cpu"
         result = func(*held_args, **held_kwargs)
+        indexed = (result if name in _READS_ROWS else given[-1], *given[1:]) if name in _OF_ROWS else given
+        self.count(kind, name, sum(_held(tensor).nbytes for tensor in indexed))
         for argument, value in zip(
             func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False
         ):
@@ -344,7 +348,8 @@ class FakeDevice(TorchDispatchMode):
 
     def _launcher(self, name: str) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in args if isinstance(value, Tensor)))
+            known, tensors = self._row_bytes, [value for value in args if isinstance(value, Tensor)]
+            self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in tensors) if known is None else known)
 
         return type("Launcher", (), {"__getitem__": lambda kernel, grid: launch})()
 
@@ -367,7 +372,9 @@ class FakeDevice(TorchDispatchMode):
             return counted
 
         def both(*args: Any) -> Any:
+            self._row_bytes = _bytes_of_rows(name, args)
             counted(*args)
+            self._row_bytes = None
             held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args]
             return self._uncounted(on_cpu[name], *held)
 
@@ -389,6 +396,26 @@ def _held(value: Any) -> Any:
 
 def _on_cuda(value: Any) -> Any:
     return FakeTensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
+
+
+def _bytes_of_rows(name: str, args: Sequence[Any]) -> int | None:
+    """Of a kernel that copies or compares rows of pools, those that it reads and writes, and all else that it is given;
+    None for other kernels."""
+    match name, args:
+        case "align_paged", (caches, slots, *rest):
+            row = len(caches) * caches[0].shape[1] * _row_bytes(caches[0])
+        case "align_copy", (keys, values, layers, slots, *rest):
+            row = len(layers) * keys.shape[2] * _row_bytes(keys) * (1 if values is None else 2)
+        case "copy_changed" | "kv_changes", (pools, heads, (slots, turn), *others):
+            row, rest = len(pools) * len(heads.streams) * _row_bytes(pools[0]), [turn, *others]
+        case _:
+            return None
+    given = (leaf.nbytes for leaf in tree_leaves(rest) if isinstance(leaf, Tensor))
+    return int(2 * row * slots.shape[-1] + sum(given))
+
+
+def _row_bytes(pool: Tensor) -> int:
+    return pool.shape[-1] * pool.element_size()
 
 
 def _is_cuda(value: Any) -> bool:

@@ -52,9 +52,13 @@ class LayerOutput(Hidden):
     parts: Sequence[tuple[Tensor, Tensor]]
 
     @property
-    def states(self) -> Tensor:  # type: ignore[override]
+    def states(self) -> Tensor:
         """As in the protocol."""
-        return joined([torch.stack(part, dim=1) for part in self.parts])
+        sizes, first = [len(hidden) for hidden, _ in self.parts], self.parts[0][0]
+        states = first.new_empty(sum(sizes), 2, first.shape[1])
+        for part, into in zip(self.parts, states.split(sizes), strict=True):
+            torch.stack(part, dim=1, out=into)
+        return states
 
     def with_states(self, states: Tensor) -> Hidden:
         return Hidden(states, self.where)
