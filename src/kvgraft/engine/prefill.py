@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
-from kvgraft.engine.spreading import SpreadingRows
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
@@ -22,6 +21,7 @@ from kvgraft.prefill.context import Heads, Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
+from kvgraft.prefill.spreading_rows import SpreadingRows
 
 
 class Rows:

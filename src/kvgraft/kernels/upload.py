@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-ALIGNED = 8  # bytes, of each tensor in an upload
+ALIGNED = 16  # bytes, at which each tensor of an upload begins
 
 
 def upload(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Copy CPU tensors to `device` in one transfer from pinned memory; on the CPU return them as they are.
+    """Copy CPU tensors to `device` in one transfer from pinned memory; on the CPU they stay as they are.
 
     From pageable memory, CUDA may first wait for what runs on the stream.
     """
-    if device.type == "cpu":
-        return list(tensors)
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
     packed = torch.empty(sum(sizes), dtype=torch.uint8)
     for part, tensor in zip(packed.split(sizes), tensors, strict=True):

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Reduction
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
-from kvgraft.vllm.uploads import upload
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.spreading import SpreadingRows
 from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.costs import Costs, calibrate
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
+from kvgraft.prefill.spreading_rows import SpreadingRows
 from kvgraft.vllm.compat.alignment import Alignment
 from kvgraft.vllm.compat.model import ModelHost, joined
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
-from kvgraft.vllm.uploads import upload
 
 Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.upload import upload
 from kvgraft.vllm.compat import latent
 from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, decode, encode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
-from kvgraft.vllm.uploads import upload
 
 
 @dataclass(frozen=True)

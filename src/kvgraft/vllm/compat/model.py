@@ -13,6 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import head_attention, latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
@@ -25,7 +26,6 @@ from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import KeyTurning, turning_of
 from kvgraft.vllm.groups import order_of
-from kvgraft.vllm.uploads import upload
 
 NO_SLOT = -1  # vLLM's slot of padding
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
