@@ -34,8 +34,9 @@ class Hidden:
         """The rows of a subset of these tokens."""
         if bool((where & ~self.where).any()):
             raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
-        [rows] = upload(self.states.device, where[self.where].nonzero()[:, 0])
-        return Hidden(self.states[rows], where)
+        states = self.states
+        [rows] = upload(states.device, where[self.where].nonzero()[:, 0])
+        return Hidden(states[rows], where)
 
     def with_states(self, states: Tensor) -> "Hidden":
         """The same tokens, one layer further."""

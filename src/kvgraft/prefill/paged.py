@@ -104,8 +104,8 @@ class PagedPrefill(PrefillContext):
         last = torch.tensor([prompt.stop - 1 for prompt in self.plan.prompts])
         if not bool(hidden.where[last].all()):
             raise ValueError("the policy returned no hidden state for the last token of a prompt")
-        [rows] = upload(hidden.states.device, hidden.where.cumsum(0)[last] - 1)
-        return hidden.states[rows]
+        states = hidden.states
+        return states[upload(states.device, hidden.where.cumsum(0)[last] - 1)[0]]
 
     def _rows_of(self, where: Tensor) -> list[Tensor]:
         """Per prompt the positions that are set in `where` bool [T]."""
