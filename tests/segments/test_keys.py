@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgraft.segments.keys import as_int32, block_digests, block_hashes, chain_hashes, scope_digest, window_hashes
+from kvgraft.segments.keys import as_int32, block_hashes, chain_hashes, scope_digest, window_hashes
 
 SCOPE = scope_digest("model", "tenant")
 OTHER_SCOPE = scope_digest("model", "other tenant")
@@ -48,23 +48,14 @@ def test_window_hashes_spread_over_all_bits():
         assert occupied == pytest.approx(65536 * (1 - np.exp(-len(hashes) / 65536)), rel=0.02)
 
 
-def test_block_digest_is_sha256_over_scope_and_tokens():
-    blocks = np.random.default_rng(1).integers(0, 2**31, (5, 16)).astype(np.int32)
-    digests = block_digests(blocks, SCOPE)
-    assert digests.dtype == np.uint8
-    assert digests.shape == (5, 32)
-    for block, digest in zip(blocks, digests, strict=True):
-        data = SCOPE + b"".join(int(token).to_bytes(4, "little") for token in block)
-        assert digest.tobytes() == hashlib.sha256(data).digest()
-    assert not (digests == block_digests(blocks, OTHER_SCOPE)).all(axis=1).any()
-    assert block_digests(blocks[:0], SCOPE).shape == (0, 32)
-
-
 def test_chain_hashes_identify_the_whole_prefix():
     tokens = np.arange(70, dtype=np.int32)
     keys = chain_hashes(tokens, 16, SCOPE)
     assert [len(key) for key in keys] == [32] * 4
     assert chain_hashes(tokens[:40], 16, SCOPE) == keys[:2]
+    assert chain_hashes(tokens[32:], 16, keys[1]) == keys[2:]
+    data = b"chain" + SCOPE + b"".join(token.to_bytes(4, "little") for token in range(16))
+    assert keys[0] == hashlib.sha256(data).digest()
     edited = tokens.copy()
     edited[20] = 999
     edited_keys = chain_hashes(edited, 16, SCOPE)
@@ -73,17 +64,11 @@ def test_chain_hashes_identify_the_whole_prefix():
     assert not set(chain_hashes(tokens, 16, OTHER_SCOPE)) & set(keys)
 
 
-def test_chain_key_is_never_a_block_digest():
-    tokens = np.arange(16, dtype=np.int32)
-    assert chain_hashes(tokens, 16, SCOPE)[0] != block_digests(tokens[None], SCOPE)[0].tobytes()
-
-
 @pytest.mark.parametrize(
     "keys_of",
     [
         lambda tokens, scope: window_hashes(tokens, 4, scope),
         lambda tokens, scope: block_hashes(tokens.reshape(-1, 4), scope),
-        lambda tokens, scope: block_digests(tokens.reshape(-1, 4), scope),
         lambda tokens, scope: chain_hashes(tokens, 4, scope),
     ],
 )

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvgraft.methods import require_share
 from kvgraft.reuse.index import ReuseIndex
-from kvgraft.segments.keys import block_digests
 from kvgraft.segments.table import EntryTable
 
 LEAST_USES = 1  # of a block before it is read anew, and again before it is read once more
@@ -112,18 +111,14 @@ class Refresh:
         return np.where(self._versions[pages] == self._entries.version[ids], self._uses[pages], 0)
 
     def _is_exact(self, ids: np.ndarray) -> np.ndarray:
-        """Whether exact KV of the same content is known in the same scope, which is part of every digest, bool [n]."""
+        """Whether exact KV of the same content is known in the same scope, bool [n]."""
         entries = self._entries
         rows, others = entries.beside(ids)
-        same = (entries.depth[others] == 0) & (entries.digest[others] == entries.digest[ids[rows]]).all(axis=1)
+        same = (entries.depth[others] == 0) & entries.is_same(others, ids[rows])
         exact = np.zeros(len(ids), bool)
         exact[rows[same]] = True
         return exact
 
     def _namespace(self, run: np.ndarray) -> str | None:
-        """Whose text it is: that of the scope under which its tokens have its digests; None if it is not remembered."""
-        tokens, digests = self._entries.tokens[run], self._entries.digest[run]
-        for scope in reversed(self._namespaces):
-            if (block_digests(tokens[:1], scope) == digests[:1]).all():
-                return self._namespaces[scope] if (block_digests(tokens, scope) == digests).all() else None
-        return None
+        """Whose text it is; None if that is not remembered."""
+        return self._namespaces.get(self._entries.scope[run[0]].tobytes())

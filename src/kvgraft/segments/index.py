@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from kvgraft.segments.keys import as_int32, block_digests, block_hashes, check_scope, window_hashes
+from kvgraft.segments.keys import as_int32, block_hashes, check_scope, window_hashes
 from kvgraft.segments.matches import Match
-from kvgraft.segments.run_selection import grow, longest_first
+from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
@@ -35,7 +35,7 @@ class _Run:
     start: int
     length: int
     source_start: int
-    ids: list[int]
+    ids: np.ndarray
     depth: int
     rank: int
 
@@ -164,7 +164,7 @@ class VirtualBlockIndex:
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
-        return [self.as_match(run.start, run.length, run.source_start, np.array(run.ids)) for run in runs]
+        return self._as_matches(runs)
 
     def discard_stale(self) -> int:
         """Drop every entry whose page has been recycled; returns how many."""
@@ -183,12 +183,11 @@ class VirtualBlockIndex:
     def around(self, entry: int, before: int, after: int, scope: bytes, max_depth: int) -> np.ndarray:
         """Ids of the entries of consecutive blocks of one source, int32: this one with up to so many on either side.
 
-        All are live, of at most this depth, and their tokens verified; empty if this one is not.
+        All are live, of at most this depth, and of this scope; empty if this one is not.
         """
         entries = self._entries
         ids = np.array([*entries.walk(entry, -1, before)[::-1], entry, *entries.walk(entry, +1, after)], np.int32)
-        usable = entries.live(ids) & (entries.depth[ids] <= max_depth)
-        usable &= (block_digests(entries.tokens[ids], scope) == entries.digest[ids]).all(axis=1)
+        usable = entries.live(ids) & (entries.depth[ids] <= max_depth) & entries.is_of(ids, scope)
         here = int(np.flatnonzero(ids == entry)[0])
         if not usable[here]:
             return ids[:0]
@@ -226,10 +225,9 @@ class VirtualBlockIndex:
         max_sources: int,
         is_whole: IsWhole | None,
     ) -> np.ndarray:
-        entries, digests = self._entries, block_digests(blocks, scope)
-        keys = block_hashes(blocks, self.lookup_scope(scope))
+        entries, keys = self._entries, block_hashes(blocks, self.lookup_scope(scope))
         rows, held = entries.find(keys)
-        same = (entries.digest[held] == digests[rows]).all(axis=1)
+        same = (entries.tokens[held] == blocks[rows]).all(axis=1) & entries.is_of(held, scope)
         rows, held = rows[same], held[same]
         ids = np.full(len(blocks), -1, np.int32)
         known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
@@ -240,11 +238,13 @@ class VirtualBlockIndex:
             counts[counts] = is_whole(entries.page[held[counts]])
         num_sources = np.bincount(rows[counts], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
-        new = new[num_sources[new] + occurrence(digests[new].view(np.uint64)[:, 0]) < max_sources]
-        columns = {"tokens": blocks, "digest": digests, **columns}
+        contents = np.ascontiguousarray(blocks[new]).view(f"V{blocks.itemsize * self.block_size}")[:, 0]
+        new = new[num_sources[new] + occurrence(np.unique(contents, return_inverse=True)[1]) < max_sources]
+        columns = {"tokens": blocks, **columns}
         ids[new] = entries.add(
             keys[new],
             **{name: column[new] for name, column in columns.items()},
+            scope=np.frombuffer(scope, np.uint64),
             source=source,
             depth=depth,
             previous=-1,
@@ -258,19 +258,18 @@ class VirtualBlockIndex:
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
-        offsets = np.flatnonzero(sliding_window_view(free, self.block_size).all(axis=1))
+        num_free = np.concatenate(([0], free.cumsum()))
+        offsets = np.flatnonzero(num_free[self.block_size :] - num_free[: -self.block_size] == self.block_size)
         rows, ids, dropped = entries.find_and_drop(keys[offsets])
         if len(dropped):
             lost = self._covered(offsets[dropped], free) & ~self._covered(offsets[rows], free)
             self.num_lost += int(lost.sum()) // self.block_size
         starts = offsets[rows]
-        equal = (entries.depth[ids] <= prompt.max_depth) & (windows[starts] == entries.tokens[ids]).all(axis=1)
+        usable = (entries.depth[ids] <= prompt.max_depth) & entries.is_of(ids, scope)
+        usable &= (windows[starts] == entries.tokens[ids]).all(axis=1)
         if prompt.is_whole is not None:
-            equal[equal] = prompt.is_whole(entries.page[ids[equal]])
-        starts, ids = starts[equal], ids[equal]
-        offsets, rows = np.unique(starts, return_inverse=True)
-        authentic = (block_digests(windows[offsets], scope)[rows] == entries.digest[ids]).all(axis=1)
-        return starts[authentic], ids[authentic]
+            usable[usable] = prompt.is_whole(entries.page[ids[usable]])
+        return starts[usable], ids[usable]
 
     def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """bool [T]: which of so many tokens lie in windows that start there."""
@@ -280,47 +279,61 @@ class VirtualBlockIndex:
     def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int) -> list[_Run]:
         """Form runs of the candidates, of at most this depth, and claim their positions, longest first. `ranks` are
         those of their scopes; a source is of one scope."""
-        source, source_start = self._entries.source[ids], self._entries.source_start[ids]
-        blocks = np.stack((source, source_start - starts, starts, ids, ranks), axis=1)  # [n, 5]
-        blocks = blocks[np.lexsort(blocks.T[3::-1])]
-        repeated = (np.diff(blocks[:, :3], axis=0) == 0).all(axis=1)
-        blocks = np.delete(blocks, np.flatnonzero(repeated) + 1, axis=0)
-        joined = (np.diff(blocks[:, :3], axis=0) == (0, 0, self.block_size)).all(axis=1)
-        edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(blocks)]
-        offsets, entries, ranked = (blocks[:, column].tolist() for column in (2, 3, 4))
-        may_begin = (not prompt.from_start) | (self._entries.source_start[blocks[:, 3]] == 0)
-        runs = []
-        size, unclaimed = self.block_size, prompt.unclaimed
-        for first, stop in longest_first(offsets, entries, ranked, edges, may_begin, unclaimed, size):
-            source_first, length = int(self._entries.source_start[entries[first]]), size * (stop - first)
-            runs.append(_Run(offsets[first], length, source_first, entries[first:stop], depth, ranked[first]))
-        return runs
+        entries, size, unclaimed = self._entries, self.block_size, prompt.unclaimed
+        source, source_start = entries.source[ids], entries.source_start[ids]
+        lines = np.stack((source, source_start - starts, starts), axis=1)  # [n, 3]
+        order = np.lexsort((ids, *lines.T[::-1]))
+        repeated = np.flatnonzero((np.diff(lines[order], axis=0) == 0).all(axis=1)) + 1
+        order = np.delete(order, repeated)
+        joined = (np.diff(lines[order], axis=0) == (0, 0, size)).all(axis=1)
+        firsts = np.flatnonzero(np.append(True, ~joined)[: len(order)]).tolist()
+        candidates = zip(firsts, [*firsts[1:], len(order)], strict=True)
+        starts, ids, ranks, source_start = starts[order], ids[order], ranks[order], source_start[order]
+        may_begin = (not prompt.from_start) | (source_start == 0)
+        return [
+            _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth, int(ranks[at]))
+            for at, stop in longest_first(starts, ids, ranks, candidates, may_begin, unclaimed, size)
+        ]
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
         """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
-        for run, neighbour in zip(runs, self._neighbours(prompt, runs, edges, step).tolist(), strict=True):
-            if neighbour < 0:
-                continue
-            position = run.start + run.length if step > 0 else run.start - 1
-            count = grow(self._entries.tokens[neighbour, ::step], prompt.tokens, prompt.unclaimed, position, step)
+        near = self._neighbours(prompt, runs, edges, step)
+        places = np.array([run.start + run.length if step > 0 else run.start - 1 for run in runs], np.int64)
+        positions = places[:, None] + step * np.arange(self.block_size)  # [runs, block_size]
+        inside = (near >= 0)[:, None] & (positions >= 0) & (positions < len(prompt.tokens))
+        equal = inside & (self._entries.tokens[near, ::step] == prompt.tokens[np.where(inside, positions, 0)])
+        reach = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
+        for row in np.flatnonzero(reach).tolist():
+            run, count = runs[row], claim(prompt.unclaimed, int(places[row]), int(reach[row]), step)
             run.length += count
             if count and step > 0:
-                run.ids.append(neighbour)
+                run.ids = np.append(run.ids, near[row])
             elif count:
-                run.ids.insert(0, neighbour)
+                run.ids = np.insert(run.ids, 0, near[row])
                 run.start, run.source_start = run.start - count, run.source_start - count
 
     def _neighbours(self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int) -> np.ndarray:
-        """The live entry next to each, the edge of a run, in its source, of at most the run's depth, verified as a
-        candidate of its scope is, or -1: int32 [runs]."""
+        """The live entry next to each, the edge of a run, in its source, of the run's scope and at most its depth, or
+        -1: int32 [runs]."""
         entries, near = self._entries, self._entries.adjacent(ids, step)
-        depths, ranks = (np.array([getattr(run, name) for run in runs], np.int16) for name in ("depth", "rank"))
-        usable, allowed = (near >= 0) & (entries.depth[near] <= depths), np.zeros(len(near), bool)
-        for rank, scope in enumerate(prompt.scopes):
-            rows = np.flatnonzero(usable & (ranks == rank))
-            digests = block_digests(entries.tokens[near[rows]], scope)
-            allowed[rows] = (digests == entries.digest[near[rows]]).all(axis=1)
+        depths = np.array([run.depth for run in runs], np.int16)
+        allowed = (near >= 0) & (entries.depth[near] <= depths)
+        allowed &= (entries.scope[near] == entries.scope[ids]).all(axis=1)
         if prompt.is_whole is not None:
-            allowed[allowed] = prompt.is_whole(self._entries.page[near[allowed]])
+            allowed[allowed] = prompt.is_whole(entries.page[near[allowed]])
         return np.where(allowed, near, -1)
+
+    def _as_matches(self, runs: list[_Run]) -> list[Match]:
+        """Runs as matches: `as_match`, of all at once."""
+        if not runs:
+            return []
+        entries, ids = self._entries, np.concatenate([run.ids for run in runs])
+        stops = np.cumsum([len(run.ids) for run in runs])
+        firsts = np.append(0, stops[:-1])
+        pages = np.split(entries.page[ids], stops[:-1])
+        depths, sources = np.maximum.reduceat(entries.depth[ids], firsts), entries.source[ids[firsts]]
+        return [
+            Match(run.start, run.length, run.source_start, *rest)
+            for run, *rest in zip(runs, pages, depths.tolist(), sources.tolist(), strict=True)
+        ]

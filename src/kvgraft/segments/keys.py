@@ -1,4 +1,4 @@
-"""Content keys of token blocks: a rolling hash proposes, SHA-256 decides, and the scope isolates both.
+"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names all text up to a block.
 
 A scope is the 32-byte digest of model identity and namespace (SparseX, section 4.3: the extra key). It is the root of
 every key, so blocks of two namespaces never share one.
@@ -64,21 +64,13 @@ def block_hashes(blocks: np.ndarray, scope: bytes) -> np.ndarray:
     return _mix(_mix(blocks.astype(np.uint64) + _seed(scope)) @ _powers(_BASE, blocks.shape[1]))
 
 
-def block_digests(blocks: np.ndarray, scope: bytes) -> np.ndarray:
-    """The authority on content, SHA-256 over scope and little-endian tokens: int32 [m, block_size] -> uint8 [m, 32]."""
-    check_scope(scope)
-    data, width = blocks.astype("<i4", copy=False).tobytes(), 4 * blocks.shape[1]
-    digests = [hashlib.sha256(scope + data[at : at + width]).digest() for at in range(0, len(data), width)]
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(blocks), 32)
-
-
-def chain_hashes(tokens: np.ndarray, block_size: int, scope: bytes) -> list[bytes]:
-    """Exact-prefix key of every full block: SHA-256 over the key before it (the scope for the first) and its tokens."""
-    check_scope(scope)
+def chain_hashes(tokens: np.ndarray, block_size: int, parent: bytes) -> list[bytes]:
+    """Exact-prefix key of every full block: SHA-256 over the key before it, or the scope (`parent`), and its tokens."""
+    check_scope(parent)
     data, width = tokens.astype("<i4").tobytes(), 4 * block_size
-    keys, parent = [], scope
+    keys = []
     for at in range(0, len(data) - width + 1, width):
-        parent = hashlib.sha256(b"chain" + parent + data[at : at + width]).digest()  # never equal to a block digest
+        parent = hashlib.sha256(b"chain" + parent + data[at : at + width]).digest()
         keys.append(parent)
     return keys
 

@@ -1,56 +1,75 @@
 """Which run of known blocks gets which positions of a prompt. `unclaimed` holds 1 where a token may be grafted."""
 
 import heapq
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+Run = tuple[int, int]  # blocks [first, stop)
+
 
 def longest_first(
-    starts: list[int],
-    ids: list[int],
-    ranks: list[int],
-    edges: list[int],
+    starts: np.ndarray,
+    ids: np.ndarray,
+    ranks: np.ndarray,
+    runs: Iterable[Run],
     may_begin: np.ndarray,
     unclaimed: bytearray,
     block_size: int,
-) -> Iterator[tuple[int, int]]:
-    """Yield disjoint runs [first, stop) of candidate blocks, longest first, and claim their positions. Of equally long
-    ones the one comes first whose first block has the lowest rank, then start, then id.
+) -> Iterator[Run]:
+    """Yield disjoint runs of candidate blocks, longest first, and claim their positions. Of equally long ones the one
+    comes first whose first block has the lowest rank, then start, then id.
 
-    A run between two edges that has lost blocks to a longer one is cut; its pieces compete again. A run that begins
-    with a block that may not begin one (`may_begin`, bool [blocks]) is none.
+    A run that has lost blocks to a longer one is cut; its pieces compete again. A run that begins with a block that may
+    not begin one (`may_begin`, bool [blocks]) is none.
+
+    Args:
+        runs: candidates, each of blocks that follow each other in the prompt.
     """
 
-    def is_open(block: int) -> bool:
-        return unclaimed.find(0, starts[block], starts[block] + block_size) < 0
+    def ranked(runs: Iterable[Run]) -> list[tuple[int, ...]]:
+        return [
+            (first - stop, int(ranks[first]), int(starts[first]), int(ids[first]), first, stop)
+            for first, stop in runs
+            if may_begin[first]
+        ]
 
-    def is_run(first: int, stop: int) -> bool:
-        return first < stop and bool(may_begin[first])
-
-    runs = [(first, stop) for first, stop in pairwise(edges) if is_run(first, stop)]
-    heap = [(first - stop, ranks[first], starts[first], ids[first], first, stop) for first, stop in runs]
+    heap = ranked(runs)
     heapq.heapify(heap)
     while heap:
-        *_, first, stop = heapq.heappop(heap)
-        lost = [block for block in range(first, stop) if not is_open(block)]
-        if not lost:
-            unclaimed[starts[first] : starts[stop - 1] + block_size] = bytes(block_size * (stop - first))
+        *_, start, _, first, stop = heapq.heappop(heap)
+        pieces = [
+            (first + begin, first + end) for begin, end in _open_blocks(unclaimed, start, stop - first, block_size)
+        ]
+        if pieces == [(first, stop)]:
+            unclaimed[start : start + block_size * (stop - first)] = bytes(block_size * (stop - first))
             yield first, stop
             continue
-        for before, after in pairwise([first - 1, *lost, stop]):
-            piece = before + 1
-            if is_run(piece, after):
-                heapq.heappush(heap, (piece - after, ranks[piece], starts[piece], ids[piece], piece, after))
+        for piece in ranked(pieces):
+            heapq.heappush(heap, piece)
 
 
-def grow(block: np.ndarray, tokens: np.ndarray, unclaimed: bytearray, position: int, step: int) -> int:
-    """Claim positions from position on, by step, while they are unclaimed and equal the block's tokens; how many."""
-    count = 0
-    for token in block:
-        if not 0 <= position < len(tokens) or not unclaimed[position] or tokens[position] != token:
-            break
-        unclaimed[position] = 0
-        position, count = position + step, count + 1
+def claim(unclaimed: bytearray, position: int, count: int, step: int) -> int:
+    """Claim up to `count` positions from this one on, by step (-1 or +1), as far as they are unclaimed; how many."""
+    if step > 0:
+        taken = unclaimed.find(0, position, position + count)
+        count = count if taken < 0 else taken - position
+        unclaimed[position : position + count] = bytes(count)
+    else:
+        taken = unclaimed.rfind(0, position + 1 - count, position + 1)
+        count = count if taken < 0 else position - taken
+        unclaimed[position + 1 - count : position + 1] = bytes(count)
     return count
+
+
+def _open_blocks(unclaimed: bytearray, start: int, num_blocks: int, block_size: int) -> Iterator[Run]:
+    """Stretches of blocks, of those from position `start` on, that are wholly unclaimed."""
+    first, end = 0, start + block_size * num_blocks
+    while first < num_blocks:
+        begin = start + block_size * first
+        taken = unclaimed.find(0, begin, end)
+        stop = num_blocks if taken < 0 else first + (taken - begin) // block_size
+        if first < stop:
+            yield first, stop
+        free = unclaimed.find(1, taken, end) if taken >= 0 else -1
+        first = num_blocks if free < 0 else -((start - free) // block_size)

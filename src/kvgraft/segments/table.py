@@ -8,6 +8,7 @@ import numpy as np
 
 _EMPTY, _REMOVED = -1, -2
 _MAX_LOAD, _GROWTH = 0.6, 1.25
+_FILTER = 4  # bytes of a filter for each slot: most keys that are not held end there
 
 # (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under that version
 IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -17,12 +18,14 @@ IsWhole = Callable[[np.ndarray], np.ndarray]  # pages int32 [n] -> bool [n]: whe
 class HashTable:
     """Multimap from 64-bit hashes to int32 ids: open addressing, triangular probing, whole batches at a time.
 
-    A slot holds only an id; the key of every id lies in one array. Keys must be well mixed.
+    A slot holds only an id; the key of every id lies in one array. A filter, longer than the slots, says which low bits
+    of a key may be held. Keys must be well mixed.
     """
 
     def __init__(self) -> None:
         self._keys = np.empty(0, np.uint64)  # by id
         self._slots = np.full(8, _EMPTY, np.int32)  # their number is a power of two
+        self._filter = np.zeros(_FILTER * len(self._slots), bool)
         self._num_held = 0
         self._num_used = 0  # slots that are not empty: held and removed ones
 
@@ -31,7 +34,7 @@ class HashTable:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._slots.nbytes
+        return self._keys.nbytes + self._slots.nbytes + self._filter.nbytes
 
     def grow(self, capacity: int) -> None:
         """Make room for ids below capacity."""
@@ -49,8 +52,10 @@ class HashTable:
         if self._num_used > _MAX_LOAD * len(self._slots):
             ids = np.concatenate((self._slots[self._slots >= 0], ids))
             self._slots = np.full(1 << (2 * len(ids) - 1).bit_length(), _EMPTY, np.int32)
+            self._filter = np.zeros(_FILTER * len(self._slots), bool)
             self._num_used = len(ids)
-        slots, step = self._home(self._keys[ids]), 0
+        self._filter[_low_bits(self._keys[ids], self._filter)] = True
+        slots, step = _low_bits(self._keys[ids], self._slots), 0
         while len(ids):
             empty = self._slots[slots] == _EMPTY
             self._slots[slots[empty]] = ids[empty]
@@ -60,7 +65,8 @@ class HashTable:
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every (row, id) such that id is held under keys[row], in no particular order: int64 [n], int32 [n]."""
-        rows, slots, step = np.arange(len(keys)), self._home(keys), 0
+        rows, step = np.flatnonzero(self._filter[_low_bits(keys, self._filter)]), 0
+        slots = _low_bits(keys[rows], self._slots)
         found = [(rows[:0], self._slots[:0])]
         while len(rows):
             ids = self._slots[slots]
@@ -74,7 +80,7 @@ class HashTable:
 
     def remove(self, ids: np.ndarray) -> None:
         """Remove distinct ids; KeyError if one is not held (the others may be gone then)."""
-        slots, step = self._home(self._keys[ids]), 0
+        slots, step = _low_bits(self._keys[ids], self._slots), 0
         while len(ids):
             held = self._slots[slots]
             if (held == _EMPTY).any():
@@ -84,9 +90,6 @@ class HashTable:
             self._num_held -= int(reached.sum())
             step += 1
             ids, slots = ids[~reached], self._advance(slots[~reached], step)
-
-    def _home(self, keys: np.ndarray) -> np.ndarray:
-        return (keys & np.uint64(len(self._slots) - 1)).astype(np.int64)
 
     def _advance(self, slots: np.ndarray, step: int) -> np.ndarray:
         return (slots + step) & (len(self._slots) - 1)  # triangular: visits every slot of a power of two
@@ -189,7 +192,7 @@ class EntryTable(Table):
 
     def __init__(self, block_size: int, is_live: IsLive) -> None:
         self.tokens = np.empty((0, block_size), np.int32)
-        self.digest = np.empty((0, 32), np.uint8)  # block_digests of the tokens
+        self.scope = np.empty((0, 4), np.uint64)  # whose content it is, the 32 bytes of `scope_digest`
         self.page = np.empty(0, np.int32)
         self.version = np.empty(0, np.int64)  # content version of the page
         self.source = np.empty(0, np.int64)  # sequence that the block was computed in
@@ -203,6 +206,16 @@ class EntryTable(Table):
     def live(self, ids: np.ndarray) -> np.ndarray:
         """Whether the pages still hold the entries' content, bool [n]."""
         return np.asarray(self._is_live(self.page[ids], self.version[ids]), bool)
+
+    def is_of(self, ids: np.ndarray, scope: bytes) -> np.ndarray:
+        """Whether the entries are content of this scope, bool [n]."""
+        found: np.ndarray = (self.scope[ids] == np.frombuffer(scope, np.uint64)).all(axis=1)
+        return found
+
+    def is_same(self, ids: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Whether the entries have the same tokens and scope as others, bool [n]."""
+        found: np.ndarray = (self.tokens[ids] == self.tokens[others]).all(axis=1)
+        return found & (self.scope[ids] == self.scope[others]).all(axis=1)
 
     def link(self, ids: np.ndarray) -> None:
         """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in one source."""
@@ -238,6 +251,11 @@ class EntryTable(Table):
     def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
         start = self.source_start[ids] + step * self.tokens.shape[1]
         return (others >= 0) & self.holds(others, self.source[ids], start)
+
+
+def _low_bits(keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Where keys uint64 [n] belong among slots, whose number is a power of two: int64 [n]."""
+    return (keys & np.uint64(len(slots) - 1)).view(np.int64)
 
 
 def _grown(column: np.ndarray, capacity: int) -> np.ndarray:
