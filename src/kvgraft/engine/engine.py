@@ -315,9 +315,8 @@ class Engine:
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
-        tokens, scope = tokenised.token_ids.tolist(), self.scope_of(request.namespace)
-        sampler = Sampler(request.sampling)
-        sequence = SequenceState(index, request, policy, tokens, Offer(scope), sampler, text, flow)
+        offer, sampler = Offer(self.scope_of(request.namespace)), Sampler(request.sampling)
+        sequence = SequenceState(index, request, policy, tokenised.token_ids, offer, sampler, text, flow)
         sequence.matches_similar, sequence.shared = similar, shared
         if request.policy is None and self.profile is not None:
             sequence.report.profile = self.profile.name

@@ -18,7 +18,7 @@ from kvgraft.reuse.copies import Copies, is_copied
 from kvgraft.reuse.cost import CostModel, Estimate
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, in_blocks
 
 KEY_BYTES = 32  # of approximate blocks in the prefix cache: no content has such a key
 
@@ -40,6 +40,11 @@ class Reuse:
     estimate: Estimate | None
     copied: list[int]
     continued: Continued[bytes] | None = None
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Pages that are grafted from, each once, ascending: int64 [n]."""
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(match.pages for match in self.matches)]))
 
 
 class CacheLookup:
@@ -108,14 +113,14 @@ class CacheLookup:
         if not sequence.request.remember or sequence.documents or stop <= first:
             return
         pages = sequence.pages.pages
-        tokens = np.array(sequence.tokens[: stop * size], np.int64)
-        chain = chain_hashes(tokens, size, sequence.scope)
+        tokens = sequence.first_tokens(stop * size)
+        chain = sequence.offer.chains(tokens, size)
         depths = sequence.depths(stop)
         exact = first + np.flatnonzero(depths[first:stop] == 0)
         for block in exact.tolist():
             self.pool.publish(int(pages[0, block]), chain[block])
         self._offer_continuation(sequence, chain, depths)
-        found = np.array([self.pool.lookup(chain[block]) for block in exact], np.int64)
+        found = np.array(self.pool.lookup_all([chain[block] for block in exact.tolist()]), np.int64)
         self.local_pages.record(found, pages[1:, exact])
         self.local_pages.record(pages[0, first:stop], pages[1:, first:stop])
         self.index.offer(sequence.offer, tokens, pages[0, :stop], depths)
@@ -149,8 +154,8 @@ class CacheLookup:
     def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
         """Pages of the leading full blocks of a token sequence, as far as they are cached."""
         pages = []
-        for key in chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope):
-            if (page := self.pool.lookup(key)) is None:
+        for page in self.pool.lookup_all(chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope)):
+            if page is None:
                 break
             pages.append(page)
         return pages
@@ -167,15 +172,14 @@ class CacheLookup:
         """Keys of the blocks that a prompt may share; never of the last token's."""
         if not sequence.shares_prefix:
             return []
-        return chain_hashes(sequence.prompt[:-1], self.pool.block_size, sequence.scope)
+        return sequence.offer.chains(sequence.prompt[:-1], self.pool.block_size)
 
     def _exact_hits(self, chains: Iterable[bytes]) -> dict[int, int]:
         """Block -> page of every block whose whole history is cached as it is.
 
         A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
         """
-        found = ((block, self.pool.lookup(key)) for block, key in enumerate(chains))
-        return {block: page for block, page in found if page is not None}
+        return {block: page for block, page in enumerate(self.pool.lookup_all(chains)) if page is not None}
 
     def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
         """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
@@ -183,8 +187,8 @@ class CacheLookup:
         exact_value = self.cost_model.exact_value if self.cost_model else 0.0
         continued = self.continuations.find(sequence.recovery_key, chains, num_exact, exact_value)
         if continued is not None:
-            pages = (self.pool.lookup(key) for key in continued.keys)
-            hits.update((block, page) for block, page in enumerate(pages, continued.first_block) if page is not None)
+            pages = self.pool.lookup_all(continued.keys)
+            hits |= {block: page for block, page in enumerate(pages, continued.first_block) if page is not None}
         return continued
 
     def _offer_continuation(self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray) -> None:
@@ -204,13 +208,12 @@ class CacheLookup:
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False
     ) -> tuple[list[Match], Estimate | None]:
         """What is to be grafted, and by which estimate that was decided."""
-        free = np.ones(sequence.num_prompt, bool)
-        for block in hit_blocks:
-            free[block * self.pool.block_size : (block + 1) * self.pool.block_size] = False
+        size, free = self.pool.block_size, np.ones(sequence.num_prompt, bool)
+        in_blocks(free, size)[list(hit_blocks)] = False
         scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
         whole = sequence.policy.grafts_local_heads
         matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole)
         if self.cost_model is None or not matches:
             return matches, None
-        num_known, policy = len(hit_blocks) * self.pool.block_size, str(sequence.policy)
+        num_known, policy = len(hit_blocks) * size, str(sequence.policy)
         return self.cost_model.choose(matches, sequence.num_prompt, num_known, policy, approximate=approximate)

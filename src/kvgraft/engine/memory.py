@@ -177,10 +177,10 @@ class Memory:
 
     def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
         """Hold what the sequence reuses if all that is missing can be free then; sheds frozen pages of its own."""
-        pages = {int(page) for match in reuse.matches for page in match.pages}
-        owners = np.array([*pages, *(reuse.hits[block] for block in reuse.copied)], np.int64)
+        pages = reuse.sources
+        owners = np.concatenate((pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64)))
         local = self.lookup.local_pages.of(owners)
-        sources = sorted(pages | set(local[local >= 0].tolist()))
+        sources = np.union1d(pages, local[local >= 0]).tolist()
         held = [*reuse.hits.values(), *sources]
         namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
         self.pool.acquire(held)
@@ -188,7 +188,7 @@ class Memory:
             self.pool.release(held)
             return False
         self.pool.hit_counts[held] += 1
-        self.refresh.note(sequence.scope, namespace, sorted(pages))
+        self.refresh.note(sequence.scope, namespace, pages.tolist())
         self.frozen.shed(namespace, num_missing)  # none of what has just been acquired
         self._pinned[sequence] = sources
         return True
@@ -197,11 +197,13 @@ class Memory:
         """Give the sequence its pages and its plan."""
         size, layout = self.pool.block_size, self.cache.layout
         num_blocks = -(-sequence.num_reserved // size)
-        unused = iter(self.pool.allocate(self._num_missing(sequence, reuse)))
+        unused, num_unused = self.pool.allocate(self._num_missing(sequence, reuse)), num_blocks - len(reuse.hits)
         lists = sequence.lists = PageLists(layout, num_blocks, size, self.cache.keys.device)
-        pages = [reuse.hits[block] if block in reuse.hits else next(unused) for block in range(num_blocks)]
-        lists.place(slice(0, 1), np.arange(num_blocks), np.array([pages]))
-        lists.spare = list(unused)
+        pages, is_hit = np.empty(num_blocks, np.int64), np.zeros(num_blocks, bool)
+        is_hit[list(reuse.hits)] = True
+        pages[list(reuse.hits)], pages[~is_hit] = list(reuse.hits.values()), unused[:num_unused]
+        lists.place(slice(0, 1), np.arange(num_blocks), pages[None])
+        lists.spare = unused[num_unused:]
         copied = np.array(reuse.copied, np.int64)
         if layout.num_local_lists and copied.size:  # a local page belongs to one sequence, which gives it back
             lists.add_local(self.pool, copied)

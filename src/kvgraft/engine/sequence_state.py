@@ -17,7 +17,7 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.plan import Kind, Plan
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.cost import Estimate
 from kvgraft.reuse.offer import Offer
@@ -29,6 +29,7 @@ class SequenceState:
     """Tokens, pages and progress of one request.
 
     Attributes:
+        prompt: its token ids, int64 [num_prompt].
         tokens: prompt and generated token ids.
         offer: what it leaves behind for others.
         lists: its pages; reserved whole at admission, so that a running request never waits for memory.
@@ -51,7 +52,7 @@ class SequenceState:
     index: int
     request: Request
     policy: Policy
-    tokens: list[int]
+    prompt: np.ndarray
     offer: Offer
     sampler: Sampler
     text: IncrementalText
@@ -75,6 +76,7 @@ class SequenceState:
     done: bool = False
 
     def __post_init__(self) -> None:
+        self.tokens: list[int] = self.prompt.tolist()
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt
         self.report.policy = self.policy.name
@@ -85,10 +87,9 @@ class SequenceState:
         namespace)."""
         return self.offer.scope
 
-    @property
-    def prompt(self) -> np.ndarray:
-        """int64 [num_prompt]."""
-        return np.array(self.tokens[: self.num_prompt], np.int64)
+    def first_tokens(self, count: int) -> np.ndarray:
+        """Of prompt and answer, int64 [count]."""
+        return np.concatenate((self.prompt[:count], np.array(self.tokens[self.num_prompt : count], np.int64)))
 
     @property
     def pages(self) -> PageLists:
@@ -135,8 +136,8 @@ class SequenceState:
         """Take a plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
-        report.fresh_tokens = int(plan.fresh.sum())
-        report.grafted_tokens = int((plan.grafted & ~plan.in_place).sum())
+        counts = plan.kinds.bincount(minlength=len(Kind)).tolist()
+        report.fresh_tokens, report.grafted_tokens = counts[Kind.FRESH], counts[Kind.GRAFTED]
         report.continued_tokens, report.depth = continued, self.offer.depth
         report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))

@@ -13,7 +13,7 @@ from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
-from kvgraft.segments.keys import chain_hashes
+from kvgraft.segments.matches import in_blocks
 from kvgraft.segments.store import SegmentStore, StoredBlock, StoreOptions
 
 
@@ -48,7 +48,7 @@ class StoreTier:
         stop = offer.num_registered if ended else offer.num_registered // length * length
         if stop <= offer.num_stored:
             return
-        tokens = np.array(sequence.tokens[: stop * size], np.int64)
+        tokens = sequence.first_tokens(stop * size)
         is_exact, namespace = sequence.depths(stop) == 0, sequence.request.namespace
         for chunk, blocks in offer.chunks(tokens, is_exact, namespace, self._first_source, length):
             if not self.store.touch(chunk.key):
@@ -57,7 +57,7 @@ class StoreTier:
 
     def restore(self, sequence: SequenceState, reuse: Reuse, num_spare: int) -> bool:
         """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at most; whether any."""
-        held = [*reuse.hits.values(), *{int(page) for match in reuse.matches for page in match.pages}]
+        held = [*reuse.hits.values(), *reuse.sources.tolist()]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
         fetched = self.store.fetch(wanted, sequence.scope, *sequence.shared)
         blocks = [block for block in fetched if block and self._fits(block)]
@@ -81,14 +81,13 @@ class StoreTier:
         size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
         exact: dict[int, int] = {}
         if sequence.shares_prefix:
-            chains = chain_hashes(prompt[:-1], size, scope)
+            chains = sequence.offer.chains(prompt[:-1], size)
             missing = (block for block in range(len(chains)) if block not in reuse.hits)
             exact = wanted_exact(self.store, chains, missing, scope, contiguous=False)
         if not sequence.policy.uses_grafts:
             return list(exact)
         free = np.ones(len(prompt), bool)
-        for block in (*reuse.hits, *exact.values()):
-            free[block * size : (block + 1) * size] = False
+        in_blocks(free, size)[[*reuse.hits, *exact.values()]] = False
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
         shared, similar = sequence.shared, sequence.matches_similar

@@ -34,12 +34,9 @@ class PageLists:
     def place(self, lists: slice, blocks: np.ndarray, pages: np.ndarray) -> None:
         """Put pages int [lists, b] into blocks int [b]; -1 takes them out."""
         self.pages[lists, blocks] = pages
-        offsets = np.arange(self.block_size)
-        slots = np.where(pages[..., None] < 0, -1, pages[..., None] * self.block_size + offsets)
-        tokens = (blocks[:, None] * self.block_size + offsets).ravel()
-        given = torch.from_numpy(tokens), torch.from_numpy(slots.reshape(len(slots), -1))
-        places, placed = upload(self.slots.device, *given)
-        self.slots[lists, places] = placed
+        slots = np.where(pages[..., None] < 0, -1, pages[..., None] * self.block_size + np.arange(self.block_size))
+        places, placed = upload(self.slots.device, torch.from_numpy(blocks), torch.from_numpy(slots))
+        self.slots.view(len(self.slots), -1, self.block_size)[lists, places] = placed
 
     def shorten(self, num_blocks: int) -> list[int]:
         """Have only the first blocks; returns the pages of the others."""

@@ -7,10 +7,12 @@ content until `allocate` reclaims it, oldest first. Frozen pages are used pages 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
 PageListener = Callable[[Sequence[int]], None]
+_ONE = np.int32(1)  # of the counts' own type: `np.add.at` is slow with others
 
 
 class PoolExhausted(RuntimeError):
@@ -58,29 +60,32 @@ class PagePool:
         """Take `count` pages with one reference each, reclaiming the least recently used content."""
         if count > self.num_free:
             raise PoolExhausted(f"{count} pages asked for, {self.num_free} of {self.num_pages} are free")
-        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
-        self._drop([page for page in pages if self._kept[page]])
-        self.ref_counts[pages] = 1
+        pages = list(islice(self._free, count))
+        for page in pages:
+            del self._free[page]
+        where = np.array(pages, np.int64)
+        self._drop(where[self._kept[where]].tolist())
+        self.ref_counts[where] = 1
         return pages
 
-    def acquire(self, pages: Iterable[int]) -> None:
+    def acquire(self, pages: Sequence[int]) -> None:
         """Add a reference to pages that hold content (used or free)."""
         for page in pages:
             self._free.pop(page, None)
-            self.ref_counts[page] += 1
+        np.add.at(self.ref_counts, np.array(pages, np.int64), _ONE)
 
     def release(self, pages: Sequence[int]) -> None:
         """Give references back, last page first, so that the tail of a request is reclaimed before its head."""
-        emptied = []
-        for page in reversed(pages):
-            if self.ref_counts[page] < 1:
-                raise RuntimeError(f"page {page} was released more often than it was acquired")
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                self._free[page] = None
-                if not self._kept[page]:
-                    self._free.move_to_end(page, last=False)
-                    emptied.append(page)
+        where = np.array(pages, np.int64)
+        np.subtract.at(self.ref_counts, where, _ONE)
+        if (missing := self.ref_counts[where] < 0).any():
+            np.add.at(self.ref_counts, where, _ONE)
+            raise RuntimeError(f"page {where[missing][0]} was released more often than it was acquired")
+        freed = where[self.ref_counts[where] == 0]
+        emptied = freed[~self._kept[freed]][::-1].tolist()
+        self._free.update(dict.fromkeys(freed[::-1].tolist()))
+        for page in emptied:
+            self._free.move_to_end(page, last=False)
         self._drop(emptied)
 
     def keep(self, pages: Sequence[int]) -> None:
@@ -102,6 +107,10 @@ class PagePool:
     def lookup(self, chain_hash: bytes) -> int | None:
         """The page that holds exactly this prefix block, if any."""
         return self._page_by_hash.get(chain_hash)
+
+    def lookup_all(self, chain_hashes: Iterable[bytes]) -> list[int | None]:
+        """`lookup` of many."""
+        return list(map(self._page_by_hash.get, chain_hashes))
 
     def versions_of(self, pages: Sequence[int]) -> np.ndarray:
         """int64 [n]: version of the content of each page."""

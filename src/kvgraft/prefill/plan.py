@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, in_blocks
 
 
 class Kind(IntEnum):
@@ -78,28 +78,26 @@ class Plan:
         The last token is always fresh: its hidden state gives the first generated token.
         """
         kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
-        for block in prefix_blocks:
-            kinds[block * block_size : (block + 1) * block_size] = Kind.PREFIX
-        for block in in_place:
-            kinds[block * block_size : (block + 1) * block_size] = Kind.IN_PLACE
+        in_blocks(kinds, block_size)[list(prefix_blocks)] = Kind.PREFIX
+        in_blocks(kinds, block_size)[list(in_place)] = Kind.IN_PLACE
+        matches = sorted(matches, key=lambda match: match.start)
+        rows = [(m.start, m.length, m.start - m.source_start, m.source) for m in matches]
+        starts, lengths, shifts, readings = np.array(rows, np.int64).reshape(-1, 4).T
+        targets = np.arange(lengths.sum()) + (starts - lengths.cumsum() + lengths).repeat(lengths)
         for match in matches:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
         kinds[-1] = Kind.FRESH
-        targets = _joined(np.arange(m.start, m.start + m.length) for m in matches)
-        sources = _joined(m.source_slots(block_size) for m in matches)
-        shifts = _joined(np.full(m.length, m.start - m.source_start) for m in matches)
-        readings = _joined(np.full(m.length, m.source) for m in matches)
-        order = targets.argsort()
-        order = order[targets[order] < num_tokens - 1]
+        count = len(targets) - ends_in_graft
+        sources = np.concatenate([np.zeros(0, np.int64), *(match.source_slots(block_size) for match in matches)])
         return cls(
             kinds=torch.from_numpy(kinds),
             lengths=(num_tokens,),
             block_size=block_size,
-            graft_targets=targets[order],
-            graft_sources=sources[order],
-            graft_shifts=shifts[order],
-            graft_readings=readings[order],
+            graft_targets=torch.from_numpy(targets[:count]),
+            graft_sources=torch.from_numpy(sources[:count]),
+            graft_shifts=torch.from_numpy(shifts.repeat(lengths)[:count]),
+            graft_readings=torch.from_numpy(readings.repeat(lengths)[:count]),
             ends_in_graft=(ends_in_graft,),
         )
 
@@ -303,10 +301,6 @@ class Plan:
             if chosen[prompt].any():
                 reached[prompt] = scores[prompt] >= scores[prompt][chosen[prompt]].min()
         return reached
-
-
-def _joined(pieces: Iterable[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *pieces]))
 
 
 def _spans(kinds: np.ndarray) -> list[Span]:

@@ -1,6 +1,6 @@
 """What one request leaves behind for others to reuse, and how much of it they know of."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -37,10 +37,19 @@ class Offer:
     num_stored: int = 0
     num_entries: int = 0
     approximate_pages: set[int] = field(default_factory=set)
+    _chains: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.source < 0:
             self.source = next(_numbers)
+
+    def chains(self, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[bytes]:
+        """`chain_hashes` of its first tokens, whose blocks are hashed once however often they are asked for."""
+        known, count = self._chains, len(tokens) // block_size
+        if count > len(known):
+            new = np.array(tokens[len(known) * block_size : count * block_size], np.int64)
+            known += chain_hashes(new, block_size, known[-1] if known else self.scope)
+        return known[:count]
 
     def reset(self, num_exact: int = NEVER) -> None:
         """It rests on nothing approximate; behind its first num_exact tokens its KV is approximate anyway."""
@@ -83,7 +92,7 @@ class Offer:
         """
         stop = len(is_exact)
         size = len(tokens) // stop if stop else 1
-        chains = chain_hashes(tokens, size, self.scope) if stop > self.num_stored else []
+        chains = self.chains(tokens, size)
         for begin in range(self.num_stored, stop, chunk_blocks):
             exact = is_exact[begin : begin + chunk_blocks]
             where = slice(begin, begin + (len(exact) if exact.all() else int(exact.argmin())))

@@ -281,11 +281,11 @@ class VirtualBlockIndex:
         those of their scopes; a source is of one scope."""
         entries, size, unclaimed = self._entries, self.block_size, prompt.unclaimed
         source, source_start = entries.source[ids], entries.source_start[ids]
-        lines = np.stack((source, source_start - starts, starts), axis=1)  # [n, 3]
-        order = np.lexsort((ids, *lines.T[::-1]))
-        repeated = np.flatnonzero((np.diff(lines[order], axis=0) == 0).all(axis=1)) + 1
-        order = np.delete(order, repeated)
-        joined = (np.diff(lines[order], axis=0) == (0, 0, size)).all(axis=1)
+        lines = np.stack((source, source_start - starts, starts))  # [3, n]
+        order = np.lexsort((ids, *lines[::-1]))
+        repeated = (np.diff(lines[:, order]) == 0).all(axis=0)
+        order = np.delete(order, np.flatnonzero(repeated) + 1)
+        joined = (np.diff(lines[:, order]) == [[0], [0], [size]]).all(axis=0)
         firsts = np.flatnonzero(np.append(True, ~joined)[: len(order)]).tolist()
         candidates = zip(firsts, [*firsts[1:], len(order)], strict=True)
         starts, ids, ranks, source_start = starts[order], ids[order], ranks[order], source_start[order]
@@ -307,10 +307,9 @@ class VirtualBlockIndex:
         for row in np.flatnonzero(reach).tolist():
             run, count = runs[row], claim(prompt.unclaimed, int(places[row]), int(reach[row]), step)
             run.length += count
-            if count and step > 0:
-                run.ids = np.append(run.ids, near[row])
-            elif count:
-                run.ids = np.insert(run.ids, 0, near[row])
+            if count:
+                run.ids = np.concatenate((run.ids, near[row : row + 1])[::step])
+            if step < 0:
                 run.start, run.source_start = run.start - count, run.source_start - count
 
     def _neighbours(self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names all text up to a block.
+"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names a whole prefix.
 
 A scope is the 32-byte digest of model identity and namespace (SparseX, section 4.3: the extra key). It is the root of
 every key, so blocks of two namespaces never share one.

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 
+def in_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
+    """View of a vector [n] by its whole blocks, [n // block_size, block_size]."""
+    return values[: len(values) // block_size * block_size].reshape(-1, block_size)
+
+
 @dataclass(frozen=True, eq=False)
 class Match:
     """Tokens [start, start + length) of a prompt that can be grafted from one source.
@@ -25,8 +30,9 @@ class Match:
 
     def source_slots(self, block_size: int) -> np.ndarray:
         """Slot of each token in the paged KV pool, int64 [length]."""
-        positions = self.source_start % block_size + np.arange(self.length)  # within the pages
-        return self.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size
+        first = self.source_start % block_size  # within the pages
+        slots = self.pages[:, None].astype(np.int64) * block_size + np.arange(block_size)
+        return slots.ravel()[first : first + self.length]
 
     def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
         """The parts of the match that lie in pages where `usable` bool [pages] is set."""

@@ -101,7 +101,7 @@ class Replay:
         sampling = SamplingParams(max_tokens=max(num_answer, 1))
         request = Request(tokens, self._policy, sampling, NAMESPACE)
         sequence = SequenceState(
-            0, request, self._policy, list(tokens), Offer(self._scope), Sampler(sampling), IncrementalText(None)
+            0, request, self._policy, np.array(tokens), Offer(self._scope), Sampler(sampling), IncrementalText(None)
         )
         sequence.matches_similar = self._similar
         return sequence

@@ -6,7 +6,6 @@ import numpy as np
 
 from kvgraft.reuse.continuation import Continuations
 from kvgraft.reuse.copies import Copies, is_copied
-from kvgraft.segments.keys import chain_hashes
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
@@ -73,8 +72,5 @@ class Continuing:
 
     def _chains(self, state: RequestState, count: int) -> list[bytes]:
         """Keys of the first blocks of a request by all their tokens, in its namespace."""
-        size, known = self._pool.block_size, state.chains
-        if count > len(known):
-            tokens = np.array(state.token_ids[len(known) * size : count * size], np.int64)
-            known += chain_hashes(tokens, size, known[-1] if known else state.offer.scope)
-        return known[:count]
+        size = self._pool.block_size
+        return state.offer.chains(state.token_ids[: count * size], size)

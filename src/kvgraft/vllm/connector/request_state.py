@@ -54,7 +54,6 @@ class RequestState:
             None: it neither goes on with approximate KV nor leaves any to go on with.
         continued: what it goes on with of an earlier prompt.
         num_continuable: leading blocks that others can go on with.
-        chains: `chain_hashes` of its first blocks.
         hashes: vLLM's own block hashes from the first hidden block on, while others stand in their place.
         num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
         plan: of its last recovery that has not failed.
@@ -76,7 +75,6 @@ class RequestState:
     recovery_key: Hashable = None
     continued: Continued[Any] | None = None
     num_continuable: int = 0
-    chains: list[bytes] = field(default_factory=list)
     hashes: tuple[int, list[Any]] | None = None
     plan: Plan | None = None
     recovery: Candidate | None = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
-from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.store import Record, Register
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
@@ -124,7 +123,7 @@ class StoreScheduler:
     def _wanted(self, state: RequestState, num_prefix: int, grafts: bool) -> tuple[list[int], dict[int, bytes]]:
         """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for them; then others."""
         size, scope, tokens = self.known.block_size, state.offer.scope, np.array(state.token_ids, np.int64)
-        chains = chain_hashes(tokens[:-1], size, scope)[: len(state.request.block_hashes)]
+        chains = state.offer.chains(tokens[:-1], size)[: len(state.request.block_hashes)]
         if state.continued is not None:  # what follows is not exact
             chains = []
         exact = wanted_exact(self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True)
