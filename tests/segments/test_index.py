@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvgraft.segments import index as index_module
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, grafted_tokens
 from kvgraft.segments.table import HashTable
 from properties import examples
 
@@ -63,7 +63,9 @@ class Pool:
             (source,) = set(self.owner[match.pages])
             first, last = match.source_start, match.source_start + match.length
             assert len(match.pages) == (last - 1) // self.block_size - first // self.block_size + 1
-            np.testing.assert_array_equal(self.content.reshape(-1)[match.source_slots(self.block_size)], prompt[span])
+            np.testing.assert_array_equal(
+                self.content.reshape(-1)[grafted_tokens([match], self.block_size)[1]], prompt[span]
+            )
             np.testing.assert_array_equal(self.sources[source][first:last], prompt[span])
         assert [match.start for match in matches] == sorted(match.start for match in matches)
         return covered

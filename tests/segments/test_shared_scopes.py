@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, grafted_tokens
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 
@@ -43,7 +43,7 @@ class Library:
             span = slice(match.start, match.start + match.length)
             assert free[span].all()
             free[span] = False
-            slots = match.source_slots(self.block_size)
+            slots = grafted_tokens([match], self.block_size)[1]
             np.testing.assert_array_equal(self.content.ravel()[slots], prompt[span])
             assert {*self.owner[match.pages]} <= {*scopes}, "text of a scope that is neither its own nor shared"
             assert self.live[match.pages].all()

@@ -9,7 +9,7 @@ from datasketch.lsh import _optimal_param
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest, window_hashes
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, grafted_tokens
 from kvgraft.segments.minhash import Permutations, bands, compact, similarity, winnow
 from kvgraft.segments.segmentation import Segmenter, Similarity, parse_match
 from kvgraft.segments.similar import SimilarIndex
@@ -74,7 +74,7 @@ class Library:
         together = np.concatenate(slots) if slots else np.zeros(0, np.int64)
         assert len(np.unique(together)) == len(together)
         for match in matches:
-            source = self.tokens[match.source_slots(BLOCK)]
+            source = self.tokens[grafted_tokens([match], BLOCK)[1]]
             np.testing.assert_array_equal(source, prompt[match.start : match.start + match.length])
         return len(together)
 

@@ -23,6 +23,7 @@ from chunks import (
     put,
 )
 from kvgraft.segments.keys import chain_hashes, scope_digest
+from kvgraft.segments.matches import grafted_tokens
 from kvgraft.segments.store import Chunk, Register, SegmentStore, files
 from kvgraft.segments.store import register as register_module
 from kvgraft.segments.store.memory import MemoryTier
@@ -101,7 +102,7 @@ def check_matches(store, prompt, matches, source_tokens, payload):
     """Every matched token must be fetched with the payload that it had in its source."""
     for match in matches:
         blocks = store.fetch(match.pages.tolist(), SCOPE)
-        slots = match.source_slots(SIZE)
+        slots = grafted_tokens([match], SIZE)[1]
         numbers = match.pages.tolist()
         for token, slot in enumerate(slots.tolist()):
             block = blocks[numbers.index(slot // SIZE)]

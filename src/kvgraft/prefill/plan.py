@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.segments.matches import Match, in_blocks
+from kvgraft.segments.matches import Match, grafted_tokens, in_blocks
 
 
 class Kind(IntEnum):
@@ -81,23 +81,21 @@ class Plan:
         in_blocks(kinds, block_size)[list(prefix_blocks)] = Kind.PREFIX
         in_blocks(kinds, block_size)[list(in_place)] = Kind.IN_PLACE
         matches = sorted(matches, key=lambda match: match.start)
-        rows = [(m.start, m.length, m.start - m.source_start, m.source) for m in matches]
-        starts, lengths, shifts, readings = np.array(rows, np.int64).reshape(-1, 4).T
-        targets = np.arange(lengths.sum()) + (starts - lengths.cumsum() + lengths).repeat(lengths)
         for match in matches:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
         kinds[-1] = Kind.FRESH
-        count = len(targets) - ends_in_graft
-        sources = np.concatenate([np.zeros(0, np.int64), *(match.source_slots(block_size) for match in matches)])
+        grafts = grafted_tokens(matches, block_size)
+        count = len(grafts[0]) - ends_in_graft
+        targets, sources, shifts, readings = (torch.from_numpy(values[:count]) for values in grafts)
         return cls(
             kinds=torch.from_numpy(kinds),
             lengths=(num_tokens,),
             block_size=block_size,
-            graft_targets=torch.from_numpy(targets[:count]),
-            graft_sources=torch.from_numpy(sources[:count]),
-            graft_shifts=torch.from_numpy(shifts.repeat(lengths)[:count]),
-            graft_readings=torch.from_numpy(readings.repeat(lengths)[:count]),
+            graft_targets=targets,
+            graft_sources=sources,
+            graft_shifts=shifts,
+            graft_readings=readings,
             ends_in_graft=(ends_in_graft,),
         )
 

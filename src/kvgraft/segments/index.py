@@ -286,8 +286,8 @@ class VirtualBlockIndex:
         repeated = (np.diff(lines[:, order]) == 0).all(axis=0)
         order = np.delete(order, np.flatnonzero(repeated) + 1)
         joined = (np.diff(lines[:, order]) == [[0], [0], [size]]).all(axis=0)
-        firsts = np.flatnonzero(np.append(True, ~joined)[: len(order)]).tolist()
-        candidates = zip(firsts, [*firsts[1:], len(order)], strict=True)
+        edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(order)]))
+        candidates = np.stack((edges[:-1], edges[1:]), axis=1)[: len(order)]  # none if there are no blocks
         starts, ids, ranks, source_start = starts[order], ids[order], ranks[order], source_start[order]
         may_begin = (not prompt.from_start) | (source_start == 0)
         return [

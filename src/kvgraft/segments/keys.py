@@ -68,9 +68,11 @@ def chain_hashes(tokens: np.ndarray, block_size: int, parent: bytes) -> list[byt
     """Exact-prefix key of every full block: SHA-256 over the key before it, or the scope (`parent`), and its tokens."""
     check_scope(parent)
     data, width = tokens.astype("<i4").tobytes(), 4 * block_size
-    keys = []
+    keys, begun = [], hashlib.sha256(b"chain")
     for at in range(0, len(data) - width + 1, width):
-        parent = hashlib.sha256(b"chain" + parent + data[at : at + width]).digest()
+        key = begun.copy()
+        key.update(parent + data[at : at + width])
+        parent = key.digest()
         keys.append(parent)
     return keys
 

@@ -1,5 +1,6 @@
 """What can be grafted where: the result of every index, and what plans are made of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +29,6 @@ class Match:
     depth: int
     source: int
 
-    def source_slots(self, block_size: int) -> np.ndarray:
-        """Slot of each token in the paged KV pool, int64 [length]."""
-        first = self.source_start % block_size  # within the pages
-        slots = self.pages[:, None].astype(np.int64) * block_size + np.arange(block_size)
-        return slots.ravel()[first : first + self.length]
-
     def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
         """The parts of the match that lie in pages where `usable` bool [pages] is set."""
         first = self.source_start % block_size  # within the pages
@@ -45,3 +40,16 @@ class Match:
             moved = self.start + start, length, self.source_start + start
             parts.append(Match(*moved, self.pages[begin:end], self.depth, self.source))
         return parts
+
+
+def grafted_tokens(matches: Sequence[Match], block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of matches, one after the other, int64 [g] each: positions in the prompt, slots in the paged KV pool,
+    these positions minus those in the source, and `Match.source`."""
+    rows = [(m.start, m.length, m.source_start, m.source, len(m.pages)) for m in matches]
+    starts, lengths, source_starts, sources, num_pages = np.array(rows, np.int64).reshape(-1, 5).T
+    pages = np.concatenate([np.zeros(0, np.int64), *(match.pages for match in matches)])
+    slots = (pages[:, None] * block_size + np.arange(block_size)).ravel()
+    firsts = block_size * (num_pages.cumsum() - num_pages) + source_starts % block_size  # where each match is in slots
+    numbers, before = np.arange(lengths.sum()), lengths.cumsum() - lengths
+    places, held = (numbers + (first - before).repeat(lengths) for first in (starts, firsts))
+    return places, slots[held], (starts - source_starts).repeat(lengths), sources.repeat(lengths)

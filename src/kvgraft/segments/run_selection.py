@@ -1,7 +1,7 @@
 """Which run of known blocks gets which positions of a prompt. `unclaimed` holds 1 where a token may be grafted."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def longest_first(
     starts: np.ndarray,
     ids: np.ndarray,
     ranks: np.ndarray,
-    runs: Iterable[Run],
+    runs: np.ndarray,
     may_begin: np.ndarray,
     unclaimed: bytearray,
     block_size: int,
@@ -24,28 +24,25 @@ def longest_first(
     not begin one (`may_begin`, bool [blocks]) is none.
 
     Args:
-        runs: candidates, each of blocks that follow each other in the prompt.
+        runs: candidates [first, stop), each of blocks that follow each other in the prompt: int [n, 2].
     """
 
-    def ranked(runs: Iterable[Run]) -> list[tuple[int, ...]]:
-        return [
-            (first - stop, int(ranks[first]), int(starts[first]), int(ids[first]), first, stop)
-            for first, stop in runs
-            if may_begin[first]
-        ]
+    def ranked(runs: np.ndarray) -> list[tuple[int, ...]]:
+        first, stop = runs[may_begin[runs[:, 0]]].T
+        columns = first - stop, ranks[first], starts[first], ids[first], first, stop
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     heap = ranked(runs)
     heapq.heapify(heap)
     while heap:
         *_, start, _, first, stop = heapq.heappop(heap)
-        pieces = [
-            (first + begin, first + end) for begin, end in _open_blocks(unclaimed, start, stop - first, block_size)
-        ]
-        if pieces == [(first, stop)]:
-            unclaimed[start : start + block_size * (stop - first)] = bytes(block_size * (stop - first))
+        length = block_size * (stop - first)
+        if unclaimed.find(0, start, start + length) < 0:
+            unclaimed[start : start + length] = bytes(length)
             yield first, stop
             continue
-        for piece in ranked(pieces):
+        pieces = list(_open_blocks(unclaimed, start, stop - first, block_size))
+        for piece in ranked(first + np.array(pieces, np.int64).reshape(-1, 2)):
             heapq.heappush(heap, piece)
 
 
