@@ -82,8 +82,8 @@ class PagePool:
             np.add.at(self.ref_counts, where, _ONE)
             raise RuntimeError(f"page {where[missing][0]} was released more often than it was acquired")
         freed = where[self.ref_counts[where] == 0]
-        emptied = freed[~self._kept[freed]][::-1].tolist()
-        self._free.update(dict.fromkeys(freed[::-1].tolist()))
+        self._free.update(dict.fromkeys(_last_first(freed)))
+        emptied = _last_first(freed[~self._kept[freed]])
         for page in emptied:
             self._free.move_to_end(page, last=False)
         self._drop(emptied)
@@ -147,3 +147,8 @@ class PagePool:
             self._kept[pages] = False
             if self.on_drop is not None:
                 self.on_drop(pages)
+
+
+def _last_first(pages: np.ndarray) -> list[int]:
+    """Each page once, the last one first."""
+    return list(dict.fromkeys(pages.tolist()))[::-1]

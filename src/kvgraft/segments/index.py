@@ -29,15 +29,13 @@ class _Prompt:
 
 @dataclass
 class _Run:
-    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth, all
-    of one scope: `rank` is its place among the prompt's."""
+    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth."""
 
     start: int
     length: int
     source_start: int
     ids: np.ndarray
     depth: int
-    rank: int
 
 
 class VirtualBlockIndex:
@@ -291,7 +289,7 @@ class VirtualBlockIndex:
         starts, ids, ranks, source_start = starts[order], ids[order], ranks[order], source_start[order]
         may_begin = (not prompt.from_start) | (source_start == 0)
         return [
-            _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth, int(ranks[at]))
+            _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth)
             for at, stop in longest_first(starts, ids, ranks, candidates, may_begin, unclaimed, size)
         ]
 
