@@ -9,6 +9,7 @@ a host asks of a device: launches, copies, and what makes it wait. It knows no t
             engine.generate(requests)
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,16 +26,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: generated kernels run there
+
 import kvgraft
 from kvgraft.engine import decoder
 from kvgraft.kernels import dispatch
 from kvgraft.kernels.cpu import align as cpu_align
 from kvgraft.kernels.cpu import attention as cpu_attention
+from kvgraft.kernels.cpu import sparse as cpu_sparse
 from kvgraft.kernels.layout import AttentionLayout, Context
 from kvgraft.kernels.reference import align as torch_align
 from kvgraft.kernels.reference import changes as torch_changes
 from kvgraft.kernels.reference import rows as torch_rows
-from kvgraft.kernels.triton import align, attention, changes, mass, rows
+from kvgraft.kernels.reference import topk as torch_topk
+from kvgraft.kernels.triton import align, attention, changes, generated, mass, rows, sparse, topk
+from kvgraft.kernels.workload import Lengths
 from kvgraft.prefill.stages import StageTimes
 
 CUDA = torch.device("cuda", 0)
@@ -47,8 +53,11 @@ LAUNCHED = {
     changes: ("_average_changes", "_copy_changed", "_kv_changes"),
     mass: ("_weigh", "_receive"),
     rows: ("_add_norm", "_norm_rotate", "_silu_mul", "_write_rows"),
+    sparse: ("_sparse", "_join"),
+    topk: ("_radix", "_page_topk"),
 }
 
+_GENERATED = generated._kernel
 _VIEWS = frozenset(
     (
         "view", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute", "split",
@@ -132,11 +141,10 @@ class FakeTensor(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, list):  # torch would make an index for the device that a wrapper is on
-            index = torch.tensor(index)
-        return Tensor.__getitem__(self, index)
+        return Tensor.__getitem__(self, torch.tensor(index) if isinstance(index, list) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        index = torch.tensor(index) if isinstance(index, list) else index  # PyTorch would make it on `meta`
         if isinstance(value, bool | int | float):
             value = FakeTensor(torch.full((), value, dtype=self.dtype))
         Tensor.__setitem__(self, index, value)
@@ -333,6 +341,7 @@ class FakeDevice(TorchDispatchMode):
             (dispatch, "kernel", lambda *given: self._kernel(real, *given)),
         ]
         replaced += [(module, name, self._launcher(name)) for module, names in LAUNCHED.items() for name in names]
+        replaced.append((generated, "_kernel", lambda text, name: self._launcher(name)))
         for target, name, value in replaced:
             self._patches.enter_context(patch.object(target, name, value))
 
@@ -361,9 +370,14 @@ class FakeDevice(TorchDispatchMode):
             "align_paged": torch_align.align_paged,
             "attention_mass": cpu_attention.attention_mass,
             "average_changes": torch_changes.average_changes,
+            "block_sparse_attention": cpu_sparse.block_sparse_attention,
             "copy_changed": torch_changes.copy_changed,
+            "generated": _interpreted,
+            "generated_choice": _interpreted_choice,
             "kv_changes": torch_changes.kv_changes,
             "norm_rotate": torch_rows.norm_rotate,
+            "page_topk": torch_topk.page_topk,
+            "radix_topk": torch_topk.radix_topk,
             "segpaged_attention": cpu_attention.segpaged_attention,
             "silu_mul": torch_rows.silu_mul,
             "write_rows": torch_rows.write_rows,
@@ -388,6 +402,20 @@ class FakeDevice(TorchDispatchMode):
             held = AttentionLayout(contexts, layout.sinks, layout.window)
             self._layouts = {id(layout): (layout, held)}
         return held
+
+
+def _interpreted(text: str, name: str, tensors: Any, blocks: tuple[Tensor, Lengths], tile: int, heads: int) -> None:
+    """A generated kernel on what tensors hold, in Triton's interpreter."""
+    table, lengths = blocks
+    with patch.object(generated, "_kernel", _GENERATED):
+        generated.generated(text, name, tensors, (table, Lengths(_held(lengths.counts))), tile, heads)
+
+
+def _interpreted_choice(*given: Any) -> tuple[Tensor, Tensor]:
+    """As `_interpreted`."""
+    with patch.object(generated, "_kernel", _GENERATED):
+        tables, lengths = generated.generated_choice(*given)
+    return tables, lengths
 
 
 def _held(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """What a recovery asks of a CUDA device, counted without one: launches, waits, uploads, bytes, by policy.
 
 A tiny random model reads eight documents, then a prompt with them in another order, of which a tenth is new. Counts
-depend on the number of layers, hardly on their size or on the prompt's length.
+depend on the number of layers, hardly on their size or on the prompt's length. With `--decode` it counts a decode step
+of the prompts instead, from the tokens before it to those that it chooses, dense and under each flow.
 
-    python benchmarks/launches.py [--host vllm] [--tokens 2048] [--prompts 4] [--json]
+    python benchmarks/launches.py [--host vllm] [--decode] [--tokens 2048] [--prompts 4] [--json]
 
 With `--host vllm` recoveries run in vLLM's decoder layers (see `fake_vllm`), of which a stock one is 12 launches.
 """
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from fake_device import FakeDevice, Kind, Operation
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.decode.flows import DENSE, FLOWS
 from kvgraft.prefill.policies import parse_policy
 from tables import markdown_table
 from ttft import make_model
@@ -37,6 +39,7 @@ VLLM_POLICIES = ("full", "naive", "epic", "cacheblend", "sparsex", "transitive",
 VLLM_SHAPE = SHAPE | {"head_dim": 32}  # the least that vLLM's attention layers take
 BEGINNING = 7  # tokens that are read before the documents
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+DECODED = (DENSE, *(f"{flow}:topk_blocks=8,layers_skip=none" for flow in FLOWS))  # flows
 SHOWN = (Kind.LAUNCH, Kind.WAIT, Kind.WAITING_UPLOAD, Kind.UPLOAD, Kind.EVENT, Kind.HOST, Kind.VIEW, Kind.ALLOCATION)
 
 
@@ -103,6 +106,32 @@ def counted_in_vllm(model: Path, policies: Sequence[str], tokens: int = 2048) ->
     return found
 
 
+def counted_steps(
+    model: Path, flows: Sequence[str], tokens: int = 2048, count: int = 1, **options: Any
+) -> dict[str, list[Operation]]:
+    """All operations of a decode step of `count` sequences under each flow, which is not their first; it computes the
+    last token of a block."""
+    size, found = 16, {}
+    with torch.inference_mode(), FakeDevice() as device:
+        pages = count * (tokens // size + 2)
+        engine = Engine(model, dtype="bfloat16", device="cuda", num_pages=pages, block_size=size, **options)
+        for pool in engine.memory.cache.pools:
+            pool.normal_(generator=None)
+        read = np.random.default_rng(0).integers(1, VOCAB, tokens - 3).tolist()
+        for flow in flows:
+            requests = [Request(read, "full", SamplingParams(9), namespace=str(n), flow=flow) for n in range(count)]
+            sequences = engine.occupy(requests)
+            for sequence in sequences:
+                sequence.tokens.append(read[0])
+            engine.scheduler.step()
+            engine.scheduler.step()
+            with device.counting() as operations:
+                engine.scheduler.step()
+            found[flow] = operations
+            engine.scheduler.abort(sequences)
+    return found
+
+
 def per_layer(few: Sequence[Operation], many: Sequence[Operation], kind: Kind, layers: int) -> float:
     """Operations of a kind that each of `layers` more layers adds."""
     return (count_of(many, kind) - count_of(few, kind)) / layers
@@ -124,7 +153,8 @@ def moved(operations: Sequence[Operation], in_vllm: bool, layers: int, tokens: i
 
 def main(
     host: Annotated[HostName, typer.Option(help="What runs the recoveries.")] = HostName.NATIVE,
-    policies: Annotated[str, typer.Option(help="By semicolons; by default those of the host.")] = "",
+    policies: Annotated[str, typer.Option(help="Policies, or flows with --decode, by semicolons.")] = "",
+    decode: Annotated[bool, typer.Option("--decode", help="Count decode steps of the native host.")] = False,
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 2048,
     prompts: Annotated[int, typer.Option(help="In one pass; of the native host.")] = 1,
     layers: Annotated[int, typer.Option(help="Of the model; twice as many tell what a layer adds.")] = 8,
@@ -132,20 +162,26 @@ def main(
 ) -> None:
     """Count, and print a row for each policy."""
     in_vllm = host is HostName.VLLM
-    if in_vllm and prompts != 1:
-        raise typer.BadParameter(f"--prompts {prompts} with --host vllm: only 1 is allowed")
-    names = policies.split(";") if policies else VLLM_POLICIES if in_vllm else POLICIES
+    if in_vllm and (prompts != 1 or decode):
+        raise typer.BadParameter("--host vllm counts recoveries of one prompt: no --prompts, no --decode")
+    names = policies.split(";") if policies else DECODED if decode else VLLM_POLICIES if in_vllm else POLICIES
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("counting"):
         found = []
         for number in (layers, 2 * layers):
             model = Path(folder) / str(number)
             make_model(model, number, MAX_LENGTH, VLLM_SHAPE if in_vllm else SHAPE, dtype="bfloat16")
-            found.append(counted_in_vllm(model, names, tokens) if in_vllm else counted(model, names, tokens, prompts))
+            if in_vllm:
+                found.append(counted_in_vllm(model, names, tokens))
+            else:
+                found.append((counted_steps if decode else counted)(model, names, tokens, prompts))
     few, many = found
     rows = {
         name: {
             **{kind.value: count_of(few[name], kind) for kind in SHOWN},
             "launches a layer": per_layer(few[name], many[name], Kind.LAUNCH, layers),
+            "waits a layer": per_layer(few[name], many[name], Kind.WAIT, layers),
+            "uploads that wait a layer": per_layer(few[name], many[name], Kind.WAITING_UPLOAD, layers),
+            "host operations a layer": per_layer(few[name], many[name], Kind.HOST, layers),
             "waits in recover": count_of(few[name], Kind.WAIT, "recover"),
             "KB a graft and layer": moved(few[name], in_vllm, layers, tokens, prompts),
         }

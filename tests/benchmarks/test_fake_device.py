@@ -6,9 +6,20 @@ import pytest
 import torch
 
 from fake_device import CUDA, FakeDevice, FakeTensor, Kind, Operation
-from kvgraft import Engine, Request
+from kvgraft import Engine, Request, SamplingParams
 from kvgraft.testbed import MODEL_DIR
-from launches import MAX_LENGTH, ONE_TOKEN, POLICIES, SHAPE, count_of, counted, per_layer, prompts
+from launches import (
+    DECODED,
+    MAX_LENGTH,
+    ONE_TOKEN,
+    POLICIES,
+    SHAPE,
+    count_of,
+    counted,
+    counted_steps,
+    per_layer,
+    prompts,
+)
 from ttft import make_model
 
 LAYERS, TOKENS = 8, 512
@@ -24,6 +35,17 @@ BARS = {
     "cacheblend": (147, 2, 0),
 }
 A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 15.5}  # launches
+FEW_LAYERS = 2
+# what a decode step asks of a device at most: launches a layer, launches beside them, waits, uploads that wait
+STEP_BARS = {
+    "dense": (12, 11, 1, 0),
+    "block_topk": (16, 11, 1, 0),
+    "quest": (16, 11, 1, 0),
+    "double_sparse": (15, 11, 1, 0),
+    "nsa_block_topk": (16, 11, 1, 0),
+    "h2o": (16, 11, 1, 0),
+    "streaming": (13, 39, 1, 0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +112,39 @@ def test_the_logits_are_launched_before_the_times_of_a_recovery_are_read(
     launched = [number for number, one in enumerate(few) if one.kind is Kind.LAUNCH and "logits" in one.functions]
     assert launched
     assert max(launched) < waited
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models of 2 and of 4 layers."""
+    folder = tmp_path_factory.mktemp("shallow")
+    for layers in (FEW_LAYERS, 2 * FEW_LAYERS):
+        make_model(folder / str(layers), layers, MAX_LENGTH, SHAPE, dtype="bfloat16")
+    return [folder / str(layers) for layers in (FEW_LAYERS, 2 * FEW_LAYERS)]
+
+
+@pytest.mark.parametrize("flow", DECODED)
+def test_what_a_decode_step_asks_of_a_device_does_not_grow(shallow: list[Path], flow: str):
+    few, many = (counted_steps(model, [flow], 256, 2)[flow] for model in shallow)
+    a_layer, beside, waits, uploads = STEP_BARS[flow.partition(":")[0]]
+    launches = per_layer(few, many, Kind.LAUNCH, FEW_LAYERS)
+    assert launches <= a_layer
+    assert count_of(few, Kind.LAUNCH) - FEW_LAYERS * launches <= beside
+    assert count_of(few, Kind.WAIT) <= waits
+    assert count_of(few, Kind.WAITING_UPLOAD) <= uploads
+
+
+@pytest.mark.parametrize("flow", DECODED)
+def test_a_flow_decodes_on_it_as_on_the_cpu(shallow: list[Path], flow: str):
+    read, _ = prompts(300, 1)
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.inference_mode(), FakeDevice():
+            engine = Engine(shallow[0], dtype="float32", device=device, num_pages=PAGES)
+            sampling = SamplingParams(6, ignore_eos=True)
+            requests = [Request(read[:count], "full", sampling, flow=flow) for count in (290, 200)]
+            found.append([result.token_ids for result in engine.generate(requests)])
+    assert found[0] == found[1]
 
 
 def test_it_counts_what_makes_a_host_wait():

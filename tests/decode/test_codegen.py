@@ -11,11 +11,12 @@ from torch import Tensor
 from devices import CLOSE, DEVICE
 from every_flow import EVERY_FLOW
 from kvgraft.decode import ops
-from kvgraft.decode.batch import Batch
+from kvgraft.decode.batch import Batch, tables
 from kvgraft.decode.codegen import cache_source, source_of
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Caches, Flow, Program, Selection, trace
 from kvgraft.decode.flows import FLOWS
+from kvgraft.decode.fused import choose, kernels_of
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Template, plan, plan_cache
 
@@ -42,14 +43,37 @@ class Pool:
 
     def run(self, implementation: str) -> tuple[dict[str, Tensor], list[set[int]]]:
         """The caches after two steps, and what the last has chosen."""
+        caches, pool = self.filled(implementation)
+        for query in (self.query.flip(2), self.query):
+            found = select(self.program, plan(self.program), query, pool, self.batch, implementation=implementation)
+        return caches, [set(own[own >= 0].tolist()) for own in found]
+
+    def filled(self, implementation: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The caches of the flow, alone and with keys and values."""
         rows = [*chain(*self.full)]
         shapes = {name: (len(self.keys), *shape) for name, shape in self.program.caches.items()}
         caches = {name: torch.full(shape, 9.0, device=DEVICE) for name, shape in shapes.items()}
         pool = {"k": self.keys, "v": self.values, **caches}
         fill(self.program, pool, torch.tensor(rows, device=DEVICE), implementation=implementation)
-        for query in (self.query.flip(2), self.query):
-            found = select(self.program, plan(self.program), query, pool, self.batch, implementation=implementation)
-        return caches, [set(own[own >= 0].tolist()) for own in found]
+        return caches, pool
+
+
+def check_fused(flow: Flow, geometry: tuple[int, int, int]) -> None:
+    """Two kernels give the tables that the groups give one after the other."""
+    block, head_dim, group = geometry
+    pool = Pool(trace(flow, block, head_dim, group), head_dim, group)
+    kernels = kernels_of(pool.program)
+    assert kernels is not None
+    (caches, own), (expected, theirs) = pool.filled("triton"), pool.filled("cpu")
+    for query in (pool.query.flip(2), pool.query):
+        found = choose(kernels, pool.program, query, own, pool.batch)
+        chosen = select(pool.program, plan(pool.program), query, theirs, pool.batch, implementation="cpu")
+        wanted = tables(chosen, pool.batch, flow)
+        assert torch.equal(found[1], wanted[1])
+        for pages, best, count in zip(found[0], wanted[0], wanted[1].tolist(), strict=True):
+            assert pages[: -(-count // block)].tolist() == best[: -(-count // block)].tolist()
+    for name, cache in caches.items():
+        torch.testing.assert_close(cache, expected[name], **CLOSE)
 
 
 def check(flow: Flow, geometry: tuple[int, int, int]) -> None:
@@ -74,6 +98,21 @@ def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
 @pytest.mark.parametrize("name", EVERY_FLOW)
 def test_a_flow_chooses_the_same(name: str, geometry: str):
     check(EVERY_FLOW[name](topk_blocks=2, layers_skip=()), GEOMETRIES[geometry])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("name", EVERY_FLOW)
+def test_two_kernels_choose_the_same(name: str, geometry: str):
+    flow = EVERY_FLOW[name](topk_blocks=2, layers_skip=())
+    if kernels_of(trace(flow, *GEOMETRIES[geometry])) is None:
+        pytest.skip("computed group by group")
+    check_fused(flow, GEOMETRIES[geometry])
+
+
+def test_every_bundled_flow_is_two_kernels():
+    for name, flow in FLOWS.items():
+        for geometry in ((16, 32, 4), (16, 128, 2), (64, 128, 16)):
+            assert (kernels_of(trace(flow(), *geometry)) is not None) == (name != "streaming")
 
 
 @pytest.mark.parametrize("name", EVERY_FLOW)

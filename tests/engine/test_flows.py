@@ -65,7 +65,7 @@ def test_generated_kernels_choose_the_same(engine: Engine, flow: str, monkeypatc
     monkeypatch.setattr(dispatch, "generates", lambda *_: True)
     monkeypatch.setattr(dispatch, "generated", lambda *args: calls.append(run(*args)))
     assert [result.token_ids for result in engine.generate(requests)] == expected
-    assert len(calls) >= 24 * 2  # steps, layers
+    assert len(calls) >= 23  # steps after the first token, in the layer that is sparse
 
 
 def test_less_is_attended_to(engine: Engine):

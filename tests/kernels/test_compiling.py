@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SHARED = 227 * 1024  # bytes of a program on Hopper; Ampere's data centre devices have 163
-SPILLED = {"fused": 88, "_sparse": 840, "_weigh": 6496}  # bytes of a thread at most, the last two in float32; else none
+SPILLED = {"fused": 152, "_sparse": 840, "_weigh": 6496}  # bytes of a thread; the last two in float32
 HALF = """
 DTYPES += (torch.float16,)
 """
@@ -50,6 +50,8 @@ TOPK = """
 for remap in (False, True):
     scores, lengths = torch.zeros(2, 3000), torch.ones(2, dtype=torch.int64)
     dispatch.radix_topk(scores, lengths, 29, 0.1, remap=remap, implementation="triton")
+rows = torch.zeros(2, 3001, dtype=torch.int64)
+dispatch.page_topk(scores, rows, lengths, 16, (1, 2), 29, 0.1, implementation="triton")
 """
 ATTENTION = """
 from kvgraft.kernels.heads import LayerHeads
@@ -77,11 +79,16 @@ FLOWS = """
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import HeadPages, fill, select
 from kvgraft.decode.flow import trace
+from kvgraft.decode.fused import choose, kernels_of
 from every_flow import EVERY_FLOW
 from kvgraft.decode.planner import plan
 
-for name in ("quest", "h2o", "opus_coarse_fine", "sonnet_value_weighted_centroid"):
-    for dim, group in ((128, 2), (576, 16)):
+BOTH = (128, 2), (576, 16)  # channels and queries of a KV head
+for name, shapes in {
+    "quest": BOTH, "h2o": BOTH, "nsa_block_topk": BOTH[:1], "opus_coarse_fine": BOTH,
+    "sonnet_value_weighted_centroid": BOTH,
+}.items():
+    for dim, group in shapes:
         program = trace(EVERY_FLOW[name](), 16, dim, group)
         pool = {"k": torch.zeros(90, 16, dim), "v": torch.zeros(90, 16, dim)}
         pool |= {cache: torch.zeros(90, *shape) for cache, shape in program.caches.items()}
@@ -89,6 +96,8 @@ for name in ("quest", "h2o", "opus_coarse_fine", "sonnet_value_weighted_centroid
         batch = Batch(torch.arange(90)[None], torch.tensor([85 * 16]), 16)
         query = torch.zeros(1, group, dim)
         select(program, plan(program), query, pool, batch, implementation="triton")
+        dispatch._has_triton = lambda device: True
+        choose(kernels_of(program), program, query, pool, batch)
 pool |= {name: HeadPages(torch.zeros(45, 16, 2, dim).transpose(1, 2)) for name in ("k", "v")}  # as vLLM's caches
 fill(program, pool, torch.arange(80), implementation="triton")
 """
@@ -108,10 +117,10 @@ compile_only()
     [
         (HALF + ALIGN, {"_align_copy"}),
         (HALF + ROWS, {"_add_norm", "_norm_rotate", "_silu_mul", "_write_rows", *CHANGES}),
-        (TOPK, {"_radix"}),
+        (TOPK, {"_radix", "_page_topk"}),
         pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.slow),
         pytest.param(HALF + ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.soak),
-        pytest.param(FLOWS, {"fused"}, marks=pytest.mark.slow),
+        pytest.param(FLOWS, {"fused", "_page_topk"}, marks=pytest.mark.slow),
     ],
     ids=["align", "rows", "topk", "attention", "attention, three dtypes", "flows"],
 )

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from devices import DEVICE
-from kvgraft.kernels.dispatch import block_sparse_attention, radix_topk
+from kvgraft.kernels.dispatch import block_sparse_attention, page_topk, radix_topk
 from properties import examples
 
 IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
@@ -78,6 +78,28 @@ def test_lossy_radix_topk_misses_no_more_than_it_may(implementation, remap):
         assert len(own & wanted) >= (1 - tolerance) * len(wanted)
     once = radix_topk(scores, lengths, k, 1.0, remap=remap, implementation=implementation)
     assert [len(set(row[row >= 0].tolist())) for row in once] == [64] * 5 + [40]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("always", [(1, 2), (0, 1), (3, 0)])
+def test_tables_hold_the_best_pages_beside_the_first_and_the_last(implementation, always):
+    size, k, tokens = 4, 5, [0, 1, 4, 9, 16, 33, 64, 2047]
+    random = torch.Generator().manual_seed(2)
+    scores = torch.randn(len(tokens), 520, generator=random)[:, :512]
+    scores[-1, 7:200] = float("-inf")
+    scores[:, 511:] = float("nan")  # of no block that is full
+    scores[-2, :16] = scores[-2, :16].round()
+    rows = torch.randperm(len(tokens) * 512, generator=random).view(len(tokens), 512)
+    arguments = [x.to(DEVICE) for x in (scores, rows, torch.tensor(tokens))]
+    wanted = page_topk(*arguments, size, always, k, implementation="reference")
+    found = page_topk(*arguments, size, always, k, implementation=implementation)
+    assert torch.equal(found[1], wanted[1])
+    for number, (own, best, count) in enumerate(zip(found[0], wanted[0], wanted[1].tolist(), strict=True)):
+        blocks = [scores[number, rows[number].tolist().index(page)] for page in own.tolist()]
+        expected = [scores[number, rows[number].tolist().index(page)] for page in best.tolist()]
+        held = -(-count // size)
+        assert own.tolist()[held:] == [own.tolist()[max(held, 1) - 1]] * (len(own) - held)
+        torch.testing.assert_close(sorted(blocks[:held]), sorted(expected[:held]), equal_nan=True)
 
 
 def test_bad_options_of_topk():

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvgraft.decode.flow import Flow
 from kvgraft.decode.vtensor import Blocks
 from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.upload import upload
 from kvgraft.kernels.workload import Lengths, parts_of
 
 
@@ -43,19 +44,24 @@ class Batch:
     block_size: int
 
     @cached_property
+    def lengths(self) -> Tensor:
+        """`tokens` beside the rows."""
+        return upload(self.rows.device, self.tokens)[0]
+
+    @cached_property
     def totals(self) -> Tensor:
         """int64 [S] beside the rows, blocks that hold tokens."""
-        return (-(-self.tokens // self.block_size)).to(self.rows.device)
+        return upload(self.rows.device, -(-self.tokens // self.block_size))[0]
 
     @cached_property
     def filled(self) -> Tensor:
         """int64 [S] beside the rows, those that are full: B. Only they have entries in the caches of a flow."""
-        return (self.tokens // self.block_size).to(self.rows.device)
+        return upload(self.rows.device, self.tokens // self.block_size)[0]
 
     @cached_property
     def unwritten(self) -> Tensor:
         """int64 [S] beside the rows, places for tokens in the last block."""
-        return (-self.tokens % self.block_size).to(self.rows.device)
+        return upload(self.rows.device, -self.tokens % self.block_size)[0]
 
     @cached_property
     def num_blocks(self) -> int:
@@ -65,12 +71,18 @@ class Batch:
     @cached_property
     def work(self) -> Lengths:
         """The full blocks of each sequence, to be shared among the programs of a kernel."""
-        return Lengths(self.filled)
+        return Lengths(self.filled, self.tokens // self.block_size)
 
     @memoised
     def attended(self, width: int) -> Lengths:
         """The tokens that each sequence attends to at most, in a table of so many blocks."""
-        return Lengths(self.totals.clamp(max=width) * self.block_size)
+        known = (-(-self.tokens // self.block_size)).clamp(max=width) * self.block_size
+        return Lengths(upload(self.rows.device, known)[0], known)
+
+    @memoised
+    def fixed(self, selection: tuple[int | Blocks, ...], flow: Flow) -> tuple[Tensor, Tensor]:
+        """`tables` of blocks that are the same for every query."""
+        return tables(static_selection(selection, self), self, flow)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -89,7 +101,9 @@ class Batch:
 
 
 def _spacing(rows: Tensor) -> tuple[int, int] | None:
-    """See `Part.spacing`; rows int64 [s, t]."""
+    """See `Part.spacing`; rows int64 [s, t]. None on a device, since to look would be to wait."""
+    if not rows.is_cpu:
+        return None
     apart = rows[:, 0].diff()
     step = int(apart[0]) if len(apart) else 0
     if step < 0 or bool((apart != step).any()) or bool((rows.diff(dim=1) != 1).any()):
@@ -100,10 +114,8 @@ def _spacing(rows: Tensor) -> tuple[int, int] | None:
 def static_selection(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
     """Blocks that are the same for every query; those that a sequence does not have are none."""
     filled = batch.filled[:, None]
-    fixed = torch.tensor(
-        [block if isinstance(block, int) else block.offset for block in selection], device=filled.device
-    )
-    from_end = torch.tensor([isinstance(block, Blocks) or block < 0 for block in selection], device=filled.device)
+    places = [(block, block < 0) if isinstance(block, int) else (block.offset, True) for block in selection]
+    fixed, from_end = upload(filled.device, torch.tensor(places).T.contiguous())[0]
     found = fixed + filled * from_end  # [S, n]
     return found.masked_fill((found < 0) | (found >= filled), -1)
 
@@ -119,7 +131,7 @@ def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]
         hold, int64 [S].
     """
     behind, device = batch.totals[:, None], selection.device  # sorts behind every block
-    always = torch.tensor((*range(flow.FIRST), *range(-flow.LAST, 0)), device=device)
+    always = torch.arange(-flow.LAST, flow.FIRST, device=device)
     fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(behind - 1)
     every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from kvgraft.decode.emitters import CannotGenerate, emit, entries
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
-from kvgraft.decode.planner import Group, Template, plan_cache
+from kvgraft.decode.planner import Group, Template, plan_cache, template_of
 from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 
 TILE_ENTRIES = 16384  # of the largest tensor of a program: what registers hold
@@ -70,9 +70,10 @@ def cache_source(program: Program) -> Source | None:
 
 
 def _source(group: Group, *, to_caches: bool) -> Source:
-    widest = max((entries(value) for value in group.values), default=1)
-    if widest > MOST_ENTRIES:
-        raise CannotGenerate(f"{widest} entries of a block do not fit registers")
+    if (largest := max((entries(value) for value in group.values), default=1)) > MOST_ENTRIES:
+        raise CannotGenerate(f"{largest} entries of a block do not fit registers")
+    of_blocks = [value for value in group.values if to_caches or template_of(value) is not Template.QUERY]
+    widest = max((entries(value) for value in of_blocks), default=1)
     tile = min(MOST_BLOCKS, max(1, TILE_ENTRIES // power(widest))) if group.template is Template.CHUNK else 0
     writer = Writer(tile)
     for value in group.values:

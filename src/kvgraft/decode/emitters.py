@@ -182,6 +182,7 @@ _EMIT: dict[str, Callable[[Writer, Value], str]] = {
     "Where": _where,
     "Multiply": _elementwise("{0} * {1}"),
     "Add": _elementwise("{0} + {1}"),
+    "Divide": _elementwise("{0} / {1}"),
     "Maximum": _elementwise("tl.maximum({0}, {1})"),
     "Minimum": _elementwise("tl.minimum({0}, {1})"),
     "Add_Mul": _elementwise("{0} * {1} + {2}"),

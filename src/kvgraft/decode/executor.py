@@ -137,12 +137,12 @@ class _Run:
     def generated(self, source: Source) -> None:
         """Values of a group, by its kernel; those of blocks that a sequence does not have are left undefined."""
         made = self.made | {value: self._query for value in source.inputs if value.name == "q"}
-        tensors = [made[value] if value in made else _of_pool(self._pool, value) for value in source.inputs]
+        tensors = [made[value] if value in made else of_pool(self._pool, value) for value in source.inputs]
         for value in source.outputs:
             self.made[value] = self._new(value)
             tensors.append(self.made[value])
         blocks = (self._batch.rows, self._batch.work)
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, _heads_of(source, tensors))
+        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors))
 
     def special(self, value: Value) -> None:
         """A value that looks across blocks; those that are not there hold what it passes by."""
@@ -236,7 +236,7 @@ class _Run:
         return flat.masked_fill_(here >= (self._batch.totals - flow.LAST)[:, None], -math.inf)
 
 
-def _of_pool(pool: Pool, value: Value) -> Tensor:
+def of_pool(pool: Pool, value: Value) -> Tensor:
     """A cache, as generated kernels read it: of plain keys or values every row is a block of one head."""
     found = pool[value.name]
     if isinstance(found, HeadPages):
@@ -244,7 +244,7 @@ def _of_pool(pool: Pool, value: Value) -> Tensor:
     return cast(Tensor, found[:, None] if is_of_model(value) else found)
 
 
-def _heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
+def heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
     """Hkv of the keys and values that a kernel reads, if any."""
     return next((x.shape[1] for value, x in zip(source.inputs, tensors, strict=False) if is_of_model(value)), 1)
 
@@ -263,20 +263,23 @@ def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> D
     return x.movedim(axis, 1).masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), neutral).movedim(1, axis)
 
 
-def fill(program: Program, pool: Pool, rows: Tensor, *, implementation: str | None = None) -> None:
+def fill(
+    program: Program, pool: Pool, rows: Tensor, count: Lengths | None = None, *, implementation: str | None = None
+) -> None:
     """forward_cache for some blocks.
 
     Args:
         pool: the flow's own caches are changed.
         rows: int64 [n].
+        count: n as the length of one sequence, where several layers shall share the plan.
         implementation: as of `select`.
     """
     source = cache_source(program) if dispatch.generates(rows.device.type, implementation) else None
     if source is not None:
-        tensors = [_of_pool(pool, value) for value in source.inputs]
+        tensors = [of_pool(pool, value) for value in source.inputs]
         tensors += [pool[name].view(-1, *value.shape[2:]) for name, value in program.stores.items()]
-        blocks = (rows[None], Lengths(torch.full((1,), rows.numel(), device=rows.device)))
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, _heads_of(source, tensors))
+        blocks = (rows[None], count or Lengths(torch.full((1,), rows.numel(), device=rows.device)))
+        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors))
         return
     entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):

@@ -87,7 +87,7 @@ class Flow(ABC):
         query, numbers of blocks: below 0 from the end, or `c["k"].shape[1] - 1`, the last."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A flow that has been traced for one geometry.
 

@@ -6,9 +6,13 @@ from torch import Tensor
 from kvgraft.decode.batch import Batch, tables
 from kvgraft.decode.executor import HeadPages, Paged, Pool, fill, select
 from kvgraft.decode.flow import Program
+from kvgraft.decode.fused import choose, kernels_of
+from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import plan
+from kvgraft.kernels import dispatch
 from kvgraft.kernels.dispatch import block_sparse_attention
 from kvgraft.kernels.watched import watched
+from kvgraft.kernels.workload import Lengths
 
 
 class Indexer:
@@ -48,16 +52,20 @@ class LayerIndexer:
         self._pool = pool
 
     @watched("indexer")
-    def fill(self, rows: Tensor) -> None:
-        """Pages int64 [n] have become full."""
+    def fill(self, rows: Tensor, count: Lengths | None = None) -> None:
+        """Pages int64 [n] have become full; n may be given as the length of a sequence, to share its plan."""
         if rows.numel():
-            fill(self._indexer.program, self._pool, rows)
+            fill(self._indexer.program, self._pool, rows, count)
 
     @watched("indexer")
     def choose(self, query: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for any paged decode."""
-        chosen = select(self._indexer.program, self._indexer.groups, query, self._pool, batch)
-        return tables(chosen, batch, self._indexer.program.flow)
+        program = self._indexer.program
+        if not isinstance(program.selection, Value):
+            return batch.fixed(tuple(program.selection), program.flow)
+        if dispatch.generates(query.device.type) and batch.num_blocks and (kernels := kernels_of(program)):
+            return choose(kernels, program, query, self._pool, batch)
+        return tables(select(program, self._indexer.groups, query, self._pool, batch), batch, program.flow)
 
     def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
         """[S, g, d] -> [S, g, d], where keys and values are tensors or `HeadPages`."""

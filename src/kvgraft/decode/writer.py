@@ -1,9 +1,11 @@
 """Lines of a Triton kernel: values are tensors [tile, ...] of one sequence's blocks, padded to powers of two."""
 
 import math
+from collections.abc import Iterator
+from itertools import count
 
 from kvgraft.decode.graph import Value
-from kvgraft.decode.shapes import align
+from kvgraft.decode.shapes import align, block_axis
 from kvgraft.decode.vtensor import Blocks, Shape
 
 
@@ -12,21 +14,28 @@ class Writer:
 
     Args:
         tile: blocks of a program.
+        before: what has been written in front of it; its values without blocks are known here, too.
 
     Attributes:
         lines: in order.
         inputs: what is loaded, and the names of the arguments that it comes in.
     """
 
-    def __init__(self, tile: int) -> None:
+    def __init__(self, tile: int, before: "Writer | None" = None) -> None:
         self.lines: list[str] = []
-        self.inputs: dict[Value, str] = {}
+        self.inputs: dict[Value, str] = before.inputs if before else {}
         self._tile = tile
-        self._names: dict[Value, str] = {}
+        names = before._names.items() if before else ()
+        self._names: dict[Value, str] = {value: name for value, name in names if block_axis(value.shape) is None}
+        self._count: Iterator[int] = before._count if before else count()
 
     def define(self, value: Value, expression: str) -> None:
         """A value is known from here on."""
         self._names[value] = self.let(expression)
+
+    def name(self, value: Value, name: str) -> None:
+        """A value is known by this name."""
+        self._names[value] = name
 
     def store(self, name: str, value: Value, cached: bool) -> None:
         """Write a value to an argument, a cache or a tensor [S, ...]."""
@@ -60,12 +69,12 @@ class Writer:
 
     def let(self, expression: str) -> str:
         """The name that an expression gets."""
-        name = f"x{len(self.lines)}"
+        name = f"x{next(self._count)}"
         self.lines.append(f"{name} = {expression}")
         return name
 
     def _load(self, value: Value) -> str:
-        name = self.inputs[value] = f"in{len(self.inputs)}"
+        name = self.inputs.setdefault(value, f"in{len(self.inputs)}")
         at, mask = self._address(name, value.shape, is_cache(value), by_head=is_of_model(value))
         return self.let(f"tl.load({at}{mask}{', other=0.0' if mask else ''}).to(tl.float32)")
 

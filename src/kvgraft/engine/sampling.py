@@ -1,5 +1,6 @@
 """How the next token is chosen from logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,11 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
 
 class Sampler:
     """Chooses the tokens of one request; its random state is its own, so the batch it runs in does not matter."""
@@ -59,11 +65,15 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
 
-    def sample(self, logits: Tensor) -> int:
-        """Logits [V] on any device -> a token id: greedy, or top-k, then top-p, then a draw, in float32."""
+    def sample(self, logits: Tensor, best: int | None = None) -> int:
+        """Logits [V] on any device -> a token id: greedy, or top-k, then top-p, then a draw, in float32.
+
+        Args:
+            best: the most likely token, if it is known.
+        """
         params = self.params
-        if params.temperature == 0:
-            return int(logits.argmax())
+        if params.is_greedy:
+            return int(logits.argmax()) if best is None else best
         scores = logits.float().cpu()
         tokens = None  # ids of the scores, most likely first; None: scores lie in vocabulary order
         if params.top_k or params.top_p < 1:
@@ -74,3 +84,11 @@ class Sampler:
             probabilities = probabilities[before < params.top_p]
         choice = int(torch.multinomial(probabilities, 1, generator=self._generator))
         return choice if tokens is None else int(tokens[choice])
+
+
+def most_likely(logits: Tensor, samplers: Sequence[Sampler]) -> list[int] | list[None]:
+    """The most likely token of each row of logits [b, V], read from the device together, if any sampler needs it."""
+    if not any(sampler.params.is_greedy for sampler in samplers):
+        return [None] * len(samplers)
+    found: list[int] = logits.argmax(dim=-1).tolist()
+    return found

@@ -14,6 +14,7 @@ from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.engine.request import Event, Report
+from kvgraft.engine.sampling import most_likely
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import SparseDecode
 from kvgraft.kv.heads import HeadMap
@@ -251,12 +252,13 @@ class Scheduler:
         for sequence in sequences:
             self.memory.reach(sequence, np.array([sequence.num_computed]))
         logits = decode(self.decoder, self.memory.cache, self.flows, sequences)
-        for sequence, row in zip(sequences, logits, strict=True):
+        best = most_likely(logits, [sequence.sampler for sequence in sequences])
+        for sequence, row, token in zip(sequences, logits, best, strict=True):
             sequence.num_computed += 1
-            self._accept(sequence, row)
+            self._accept(sequence, row, token)
 
-    def _accept(self, sequence: SequenceState, logits: Tensor) -> None:
-        sequence.accept(sequence.choose(logits), logits, self.decoder.config.eos_token_ids)
+    def _accept(self, sequence: SequenceState, logits: Tensor, best: int | None = None) -> None:
+        sequence.accept(sequence.choose(logits, best), logits, self.decoder.config.eos_token_ids)
 
     def _retire(self) -> None:
         for sequence in [sequence for sequence in self.running if sequence.done]:

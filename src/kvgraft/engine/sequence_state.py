@@ -168,10 +168,11 @@ class SequenceState:
             lengths = [len(span) for span in documents]
             self.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
-    def choose(self, logits: Tensor) -> int:
-        """The next token: of the answer that its request gives, as far as that reaches, then by sampling."""
+    def choose(self, logits: Tensor, best: int | None = None) -> int:
+        """The next token: of the answer that its request gives, as far as that reaches, then by sampling; `best` is the
+        most likely one, if it is known."""
         given, place = self.request.answer, len(self.tokens) - self.num_prompt
-        return given[place] if place < len(given) else self.sampler.sample(logits)
+        return given[place] if place < len(given) else self.sampler.sample(logits, best)
 
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
         """Take the next token, emit its text, and finish when an end is reached."""

@@ -34,8 +34,10 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     "block_sparse_attention": {name: f"kvgraft.kernels.{name}.sparse" for name in ("reference", "cpu", "triton")},
     "copy_changed": _in_torch("changes"),
     "generated": {"triton": "kvgraft.kernels.triton.generated"},
+    "generated_choice": {"triton": "kvgraft.kernels.triton.generated"},
     "kv_changes": _in_torch("changes"),
     "norm_rotate": _in_torch("rows"),
+    "page_topk": _in_torch("topk"),
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
     "silu_mul": _in_torch("rows"),
@@ -86,6 +88,26 @@ def generated(
         heads: Hkv of keys and values [blocks, Hkv, b, d].
     """
     kernel("generated", tensors[0].device.type, "triton")(text, name, tensors, blocks, tile, heads)
+
+
+@watched("top-k")
+def generated_choice(
+    text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Tensor, int], width: int
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel of generated Triton source that chooses pages; see `kvgraft.decode.fused.Choice`.
+
+    Args:
+        name: of its function.
+        tensors: inputs, and caches that it changes.
+        blocks: table int64 [S, B] of rows, tokens of each sequence int64 [S], and full blocks of the longest.
+        width: pages of a sequence that are chosen at most.
+
+    Returns:
+        As of `page_topk`.
+    """
+    run = kernel("generated_choice", blocks[0].device.type, "triton")
+    tables, lengths = run(text, name, tensors, blocks, width)
+    return tables, lengths
 
 
 def align_copy(
@@ -301,6 +323,38 @@ def radix_topk(
         return torch.full((len(scores), k), -1, device=scores.device)
     found: Tensor = kernel("radix_topk", scores.device.type, implementation)(scores, lengths, k, tolerance, remap)
     return found
+
+
+@watched("top-k")
+def page_topk(
+    scores: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    size: int,
+    always: tuple[int, int],
+    k: int,
+    tolerance: float = 0.0,
+    *,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best blocks of each sequence beside those that are always attended to, as paged attention takes them.
+
+    Args:
+        scores: float32 [S, B] with any distance from row to row; columns that are scored minus infinity, or that a
+            sequence has no full block for, are never chosen.
+        rows: int64 [S, >= blocks], the page of each block.
+        tokens: int64 [S], of each sequence.
+        size: tokens of a block.
+        always: how many blocks at the beginning and at the end, the one that is being filled among them.
+        k, tolerance: as of `radix_topk`.
+        implementation: reference | triton; by default the device decides. The reference is always exact.
+
+    Returns:
+        Tables int64 [S, n], pages in order, then the last one again, and the tokens in them, int64 [S].
+    """
+    run = kernel("page_topk", scores.device.type, implementation)
+    tables, lengths = run(scores, rows, tokens, size, always, k, tolerance)
+    return tables, lengths
 
 
 def _check_pool(keys: Tensor, values: Tensor | None, layers: range) -> None:

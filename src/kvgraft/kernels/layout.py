@@ -124,6 +124,33 @@ class WindowTiles:
 
 
 @dataclass(frozen=True, eq=False)
+class StepRows:
+    """A query of each prompt, as a host that knows all positions brings them beside the pool.
+
+    Attributes:
+        positions: int64 [n].
+        query_slots: int64 [page lists, n], where their keys and values belong.
+        pages: int64 [n, page lists, blocks], any page behind the last block, -1 where a list has given one back.
+        block_size: tokens of a page.
+    """
+
+    positions: Tensor
+    query_slots: Tensor
+    pages: Tensor
+    block_size: int
+
+    def part(self, rows: Tensor) -> "StepRows":
+        """Some of them, int64 [m]."""
+        return StepRows(self.positions[rows], self.query_slots[:, rows], self.pages[rows], self.block_size)
+
+    @cached_property
+    def stacked_slots(self) -> Tensor:
+        """As of `AttentionLayout`; those of a page that has been given back are below 0, too."""
+        offsets = torch.arange(self.block_size, device=self.pages.device)
+        return (self.pages[..., None] * self.block_size + offsets).flatten(2).int()
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionLayout:
     """Queries of several prompts, their rows end to end; serves all layers of a step.
 
@@ -132,11 +159,13 @@ class AttentionLayout:
 
     Attributes:
         sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to the query's own.
+        steps: the same as tensors, of a decode step.
     """
 
     contexts: tuple[Context, ...]
     sinks: int = 0
     window: int = 1
+    steps: StepRows | None = None
 
     @classmethod
     def of(
@@ -151,7 +180,8 @@ class AttentionLayout:
         """The queries of some prompts."""
         if len(contexts) == len(self.contexts):
             return self
-        return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window)
+        steps = self.steps and self.steps.part(upload(self.steps.pages.device, torch.tensor(contexts))[0])
+        return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps)
 
     @property
     def decodes(self) -> bool:
@@ -167,16 +197,22 @@ class AttentionLayout:
     @cached_property
     def query_slots(self) -> Tensor:
         """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
+        if self.steps is not None:
+            return self.steps.query_slots
         return _joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
 
     @cached_property
     def query_positions(self) -> Tensor:
         """int64 [n] on the pool's device: the position of every query."""
+        if self.steps is not None:
+            return self.steps.positions
         return _joined([c.device_positions for c in self.contexts], 0)
 
     @cached_property
     def stacked_slots(self) -> Tensor:
-        """int32 [contexts, page lists, T]: the slots of all contexts, padded with -1."""
+        """int32 [contexts, page lists, T]: the slots of all contexts, whatever behind their last tokens."""
+        if self.steps is not None:
+            return self.steps.stacked_slots
         longest = max(context.seen for context in self.contexts)
         seen = [context.slots[:, : context.seen] for context in self.contexts]
         if len(seen) == 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.upload import upload
 
 PROGRAMS_PER_CORE = 4  # so that some compute while others wait for memory
 FEW_PROGRAMS = 8  # where programs run in turn
@@ -37,6 +38,10 @@ class Workload:
     def num_programs(self) -> int:
         """Programs that there are, whatever the lengths."""
         return len(self.programs) - 1
+
+    def to(self, device: torch.device) -> "Workload":
+        """The same on a device, in one copy."""
+        return Workload(*upload(device, self.chunks, self.programs, self.sequences))
 
 
 def plan_work(units: Tensor, programs: int) -> Workload:
@@ -75,15 +80,18 @@ class Lengths:
 
     Attributes:
         counts: int64 [S].
+        known: the same on the CPU, if the host knows them: then it makes the plans, in one copy each.
     """
 
     counts: Tensor
+    known: Tensor | None = None
 
     @memoised
     def work(self, unit: int, share: int = 1) -> Workload:
         """For units of so many entries, and programs that each of `share` kernels of equal work can have."""
         programs = max(1, programs_of(self.counts.device) // share)
-        return plan_work((self.counts + unit - 1) // unit, programs)
+        counts = self.counts if self.known is None else self.known
+        return plan_work((counts + unit - 1) // unit, programs).to(self.counts.device)
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:

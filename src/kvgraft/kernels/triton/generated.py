@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvgraft.kernels.workload import Lengths
@@ -39,6 +40,22 @@ def generated(
         arguments += [table, table.stride(0), lengths.counts, work.chunks, work.programs, heads]
         grid = work.num_programs
     _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()))
+
+
+def generated_choice(
+    text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Tensor, int], width: int
+) -> tuple[Tensor, Tensor]:
+    """See `kvgraft.kernels.dispatch.generated_choice`."""
+    table, tokens, num_blocks = blocks
+    count, device = len(tokens), tokens.device
+    scores = torch.empty(count, num_blocks, dtype=torch.float32, device=device)
+    tables = torch.empty(count, width, dtype=torch.int64, device=device)
+    lengths = torch.empty(count, dtype=torch.int64, device=device)
+    _kernel(text, name)[(count,)](
+        *tensors, table, tokens, scores, tables, lengths, table.stride(0), num_blocks,
+        *(step for tensor in tensors for step in tensor.stride()), num_warps=8,
+    )  # fmt: skip
+    return tables, lengths
 
 
 @cache

@@ -18,6 +18,20 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
     return indices
 
 
+def page_topk(
+    scores: Tensor, rows: Tensor, tokens: Tensor, size: int, always: tuple[int, int], k: int, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """See `kvgraft.kernels.dispatch.page_topk`."""
+    (leading, trailing), count = always, len(scores)
+    tables = torch.empty(count, leading + k + trailing, dtype=torch.int64, device=scores.device)
+    lengths = torch.empty(count, dtype=torch.int64, device=scores.device)
+    _page_topk[(count,)](
+        scores, rows, tokens, tables, lengths, scores.stride(0), rows.stride(0),
+        k, int(tolerance * k), size, leading, trailing, tables.shape[1], REMAP=True, TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    return tables, lengths
+
+
 @triton.jit
 def _load(scores, start, length, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Columns, scores, and which of them are there."""
@@ -43,12 +57,11 @@ def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _radix(  # type: ignore[no-untyped-def]
-    scores, lengths, indices, num_columns, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
+def _threshold(  # type: ignore[no-untyped-def]
+    scores, length, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    scores += row * num_columns
-    length = tl.minimum(tl.load(lengths + row), num_columns).to(tl.int32)
+    """Where the k-th best of the first `length` scores is: the least score and the scale of bins, the bin, the leading
+    bits of the key and how many bits follow them, and, of as many scores as are equal by these, how many are chosen."""
     least = float("inf")
     most = float("-inf")
     size = 0
@@ -88,18 +101,84 @@ def _radix(  # type: ignore[no-untyped-def]
             else:
                 shift = 32 - 8 * turn
                 prefix = (prefix << 8) | threshold.to(tl.uint32)
+    return least, scale, first, prefix, shift, missing, size
 
+
+@triton.jit
+def _chosen(  # type: ignore[no-untyped-def]
+    scores, start, length, least, scale, first, prefix, shift, missing, size, seen,
+    REMAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Columns of a tile, which of them are chosen, and how many that are equal by the threshold there were so far."""
+    column, score, there = _load(scores, start, length, TILE)
+    spread = _bin(score, least, scale, REMAP)
+    top = (_key(score).to(tl.uint64) >> shift).to(tl.uint32)
+    equal = there & (spread == first) & (top == prefix)
+    rank = (seen + tl.cumsum(equal.to(tl.int32), 0)).to(tl.int64)
+    sampled = rank * missing // tl.maximum(size, 1) > (rank - 1) * missing // tl.maximum(size, 1)
+    chosen = there & ((spread > first) | ((spread == first) & (top > prefix)) | (equal & sampled))
+    return column, chosen, seen + tl.sum(equal.to(tl.int32), 0)
+
+
+@triton.jit
+def _radix(  # type: ignore[no-untyped-def]
+    scores, lengths, indices, num_columns, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * num_columns
+    length = tl.minimum(tl.load(lengths + row), num_columns).to(tl.int32)
+    least, scale, first, prefix, shift, missing, size = _threshold(scores, length, k, tolerated, REMAP, TILE)
     written = 0
     seen = 0
     for start in range(0, length, TILE):
-        column, score, there = _load(scores, start, length, TILE)
-        spread = _bin(score, least, scale, REMAP)
-        top = (_key(score).to(tl.uint64) >> shift).to(tl.uint32)
-        equal = there & (spread == first) & (top == prefix)
-        rank = (seen + tl.cumsum(equal.to(tl.int32), 0)).to(tl.int64)
-        sampled = rank * missing // tl.maximum(size, 1) > (rank - 1) * missing // tl.maximum(size, 1)
-        chosen = there & ((spread > first) | ((spread == first) & (top > prefix)) | (equal & sampled))
+        column, chosen, seen = _chosen(
+            scores, start, length, least, scale, first, prefix, shift, missing, size, seen, REMAP, TILE
+        )
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(indices + row * k + place, column.to(tl.int64), mask=chosen & (place < k))
         written += tl.sum(chosen.to(tl.int32), 0)
-        seen += tl.sum(equal.to(tl.int32), 0)
+
+
+@triton.jit
+def choose_pages(  # type: ignore[no-untyped-def]
+    scores, rows, tokens, table, length, k, tolerated, size, leading, trailing, width,
+    REMAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of one sequence: its first and last blocks, and the k best of those between them, as a table of pages."""
+    total = tl.cdiv(tokens, size).to(tl.int32)
+    begin = tl.minimum(leading, total)
+    end = tl.maximum(begin, total - trailing)
+    between = tl.minimum(end, tokens // size).to(tl.int32) - begin
+    scores += begin
+    least, scale, first, prefix, shift, missing, equals = _threshold(scores, between, k, tolerated, REMAP, TILE)
+    written = begin
+    seen = 0
+    for start in range(0, between, TILE):
+        column, chosen, seen = _chosen(
+            scores, start, between, least, scale, first, prefix, shift, missing, equals, seen, REMAP, TILE
+        )
+        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        page = tl.load(rows + begin + column, mask=chosen, other=0)
+        tl.store(table + place, page, mask=chosen & (place < begin + k))
+        written += tl.sum(chosen.to(tl.int32), 0)
+    written = tl.minimum(written, begin + k)
+    count = written + total - end
+    for start in range(0, width, TILE):
+        place = start + tl.arange(0, TILE)
+        always = (place < begin) | (place >= written)
+        block = tl.where(place < begin, place, tl.minimum(end + place - written, tl.maximum(total, 1) - 1))
+        page = tl.load(rows + block, mask=always & (place < width), other=0)
+        tl.store(table + place, page, mask=always & (place < width))
+    tl.store(length, (count * size - (total * size - tokens)).to(tl.int64))
+
+
+@triton.jit
+def _page_topk(  # type: ignore[no-untyped-def]
+    scores, rows, tokens, tables, lengths, score_row, row_row, k, tolerated, size, leading, trailing, width,
+    REMAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0).to(tl.int64)
+    choose_pages(
+        scores + s * score_row, rows + s * row_row, tl.load(tokens + s), tables + s * width, lengths + s,
+        k, tolerated, size, leading, trailing, width, REMAP, TILE,
+    )  # fmt: skip
