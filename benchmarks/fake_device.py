@@ -52,7 +52,7 @@ LAUNCHED = {
     attention: ("_segpaged", "_join"),
     changes: ("_average_changes", "_copy_changed", "_kv_changes"),
     mass: ("_weigh", "_receive"),
-    rows: ("_add_norm", "_norm_rotate", "_silu_mul", "_write_rows"),
+    rows: ("_add_norm", "_move_rows", "_norm_rotate", "_silu_mul"),
     sparse: ("_sparse", "_join"),
     topk: ("_radix", "_page_topk"),
 }
@@ -238,6 +238,9 @@ class FakeDevice(TorchDispatchMode):
             kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.HOST
             self.count(kind, name)
             return func(*args, **kwargs)
+        if name == "_flash_attention_forward":  # the CPU has none: its numbers are the caller's to replace
+            self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given))
+            return (FakeTensor(torch.empty_like(_held(args[0]))),)
         if name == "copy_":
             return self._copy(*args, **kwargs)
         if name == "_to_copy":
@@ -335,6 +338,8 @@ class FakeDevice(TorchDispatchMode):
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "synchronize", lambda *_: self.count(Kind.WAIT, "synchronize")),
             (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
+            (torch.backends.cuda, "is_flash_attention_available", lambda: True),
+            (attention, "takes_runs", lambda device: True),
             (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (decoder, "check_device", lambda name: None),
             (StageTimes, "_event", lambda times: event()),
@@ -378,6 +383,7 @@ class FakeDevice(TorchDispatchMode):
             "norm_rotate": torch_rows.norm_rotate,
             "page_topk": torch_topk.page_topk,
             "radix_topk": torch_topk.radix_topk,
+            "read_rows": torch_rows.read_rows,
             "segpaged_attention": cpu_attention.segpaged_attention,
             "silu_mul": torch_rows.silu_mul,
             "write_rows": torch_rows.write_rows,

@@ -7,6 +7,7 @@ import torch
 
 from fake_device import CUDA, FakeDevice, FakeTensor, Kind, Operation
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.kernels.triton import attention
 from kvgraft.testbed import MODEL_DIR
 from launches import (
     DECODED,
@@ -100,6 +101,21 @@ def test_what_a_recovery_asks_of_a_device_does_not_grow(operations: list[dict[st
     kernels = {one.name for one in few if one.kind is Kind.LAUNCH}
     assert "_segpaged" in kernels
     assert ("_align_copy" in kernels) == (policy != "full")
+
+
+def test_long_runs_take_at_most_three_launches_more_a_layer(models: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """The copy of what they see, flash attention, and the kernel for all other rows; nothing waits."""
+    monkeypatch.setattr(attention, "RUN", 8)
+    monkeypatch.setattr(attention, "programs_of", lambda device: 0)
+    policies = ("full", "naive", "spread")
+    few, many = (counted(model, policies, TOKENS) for model in models)
+    for policy in policies:
+        kernels = {one.name for one in few[policy] if one.kind is Kind.LAUNCH}
+        assert {"_flash_attention_forward", "_move_rows"} <= kernels
+        assert ("_segpaged" in kernels) == (policy != "full")  # which has no other rows
+        assert per_layer(few[policy], many[policy], Kind.LAUNCH, LAYERS) <= A_LAYER[policy] + 3
+        assert count_of(few[policy], Kind.WAIT, inside="recover") <= BARS[policy][1]
+        assert count_of(few[policy], Kind.WAITING_UPLOAD) <= BARS[policy][2]
 
 
 @pytest.mark.parametrize("policy", BARS)

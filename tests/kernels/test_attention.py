@@ -1,13 +1,17 @@
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from devices import DEVICE
 from kvgraft.kernels.dispatch import attention_mass, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout
+from properties import examples
 
 IMPLEMENTATIONS = ["cpu", *(["triton"] if find_spec("triton") else [])]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -32,8 +36,8 @@ def layout_of(kind: str, num_lists: int = 1, in_order: bool = False) -> Attentio
     slots = torch.arange(NUM_SLOTS) if in_order else torch.randperm(NUM_SLOTS, generator=generator)
     slots = slots.to(DEVICE)
     positions, tables, used = [], [], 0
-    for given in POSITIONS[kind]:
-        position = torch.tensor(list(given), dtype=torch.int64)
+    for at in POSITIONS[kind]:
+        position = torch.tensor(list(at), dtype=torch.int64)
         length = int(position[-1]) + 1 if position.numel() else 4
         positions.append(position)
         tables.append(slots[used : used + num_lists * length].view(num_lists, length).clone())
@@ -129,34 +133,161 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     check(layout, heads, (6, 80), dtype, implementation)
 
 
-@needs_triton
-@pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_the_beginning_of_a_prompt_is_a_plain_triangle(kind: str, heads: LayerHeads, monkeypatch: pytest.MonkeyPatch):
-    """Whatever else is in the same call; but not for heads that see a window, nor of a list with gaps."""
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flash attention wherever it can be, and the forms in which it has been called."""
     from kvgraft.kernels.triton import attention
 
-    monkeypatch.setattr(attention, "TRIANGLE", 20)
-    layout, sizes, triangle = layout_of(kind, num_lists=3), [], attention._triangle
-    monkeypatch.setattr(attention, "_triangle", lambda query, *rest: sizes.append(len(query)) or triangle(query, *rest))
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., torch.Tensor]:
+        real = getattr(attention, name)
+        return lambda *given: called.append(name) or real(*given)
+
+    monkeypatch.setattr(attention, "RUN", 20)
+    monkeypatch.setattr(attention, "programs_of", lambda device: 0)
+    for name in ("_varlen", "_triangle"):
+        monkeypatch.setattr(attention, name, noted(name))
+    return called
+
+
+@needs_triton
+@pytest.mark.parametrize(("splits", "triangle"), [(1, 4096), (3, 20)])
+@pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_long_runs_go_to_flash_attention(
+    kind: str, heads: LayerHeads, splits: int, triangle: int, flash: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever else is in the same call; but not for heads that see a window, nor of a list that may have gaps."""
+    from kvgraft.kernels.triton import attention
+
+    monkeypatch.setattr(attention, "TRIANGLE", triangle)
+    monkeypatch.setattr(attention, "splits_of", lambda *_: 1 if "long" in kind else splits)  # a join is a program a row
+    layout = layout_of(kind, num_lists=3)
     for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
         give_back(layout, page_list)
     check(layout, heads, (6, 80), torch.bfloat16, "triton")
-    expected = {"from the start": 63, "several prompts": 33}.get(kind)
+    opens = kind in ("from the start", "several prompts")
+    expected = {"_triangle" if opens and triangle == 20 else "_varlen"} if opens or "run" in kind else set()
     whole = {head_set.page_list for head_set in heads.whole}
-    holds_all = all(bool((c.slots[each, : c.seen] >= 0).all()) for c in layout.contexts for each in whole)
-    assert set(sizes) == ({expected} if expected and whole and holds_all else set())
+    assert set(flash) == (expected if whole == {0} else set())
 
 
 @needs_triton
 @pytest.mark.parametrize("size", [20, 576])
-def test_heads_that_flash_attention_does_not_take_are_no_triangle(size: int, monkeypatch: pytest.MonkeyPatch):
+def test_heads_that_flash_attention_does_not_take_go_to_the_kernel(size: int, flash: list[str]):
     """PyTorch would make the whole matrix of weights for latent attention's heads."""
+    check(layout_of("from the start"), dense_heads(1), (4, size), torch.bfloat16, "triton")
+    assert not flash
+
+
+@needs_triton
+def test_flash_attention_can_be_turned_off_and_has_to_fill_the_device(
+    flash: list[str], monkeypatch: pytest.MonkeyPatch
+):
     from kvgraft.kernels.triton import attention
 
-    monkeypatch.setattr(attention, "TRIANGLE", 20)
-    monkeypatch.setattr(attention, "_triangle", None)
-    check(layout_of("from the start"), dense_heads(1), (4, size), torch.bfloat16, "triton")
+    layout = layout_of("long run behind a prefix")
+    monkeypatch.setattr(attention, "programs_of", lambda device: 4 * 61)  # 30 tiles of two heads each
+    check(layout, dense_heads(1), (2, 64), torch.bfloat16, "triton")
+    assert not flash
+    monkeypatch.setattr(attention, "programs_of", lambda device: 4 * 60)
+    check(layout, dense_heads(1), (2, 64), torch.bfloat16, "triton")
+    assert flash == ["_varlen"]
+    monkeypatch.setattr(attention, "RUN", 0)
+    check(layout, dense_heads(1), (2, 64), torch.bfloat16, "triton")
+    assert flash == ["_varlen"]
+
+
+@needs_triton
+def test_flash_attention_is_not_used_where_it_computes_runs_wrongly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from kvgraft.kernels.triton import attention
+
+    def refuses(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel for this device")
+
+    assert attention.takes_runs(torch.device(DEVICE))
+    assert not caplog.records
+    for wrong, reason in ((lambda query, *_: query, "wrongly"), (refuses, "no kernel")):
+        monkeypatch.setattr(attention, "_varlen", wrong)
+        assert not attention.takes_runs(torch.device(DEVICE))
+        assert reason in caplog.text
+
+
+def pieces() -> st.SearchStrategy[list[int]]:
+    """Positions of one prompt: runs and single tokens, with gaps between them."""
+    piece = st.tuples(st.integers(0, 40), st.one_of(st.integers(1, 3), st.integers(18, 40)))
+    return st.lists(piece, max_size=4).map(_positions)
+
+
+def _positions(drawn: list[tuple[int, int]]) -> list[int]:
+    positions: list[int] = []
+    for gap, length in drawn:
+        begin = (positions[-1] + 1 if positions else 0) + gap
+        positions += range(begin, begin + length)
+    return positions
+
+
+@needs_triton
+@examples(10)
+@given(
+    prompts=st.lists(pieces(), min_size=1, max_size=2),
+    shape=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    dtype=st.sampled_from([torch.bfloat16, *([torch.float32] if DEVICE == "cpu" else [])]),
+    splits=st.integers(1, 3),
+    triangle=st.sampled_from([25, 4096]),
+)
+def test_any_split_of_rows_equals_the_reference(
+    prompts: list[list[int]], shape: tuple[int, int], dtype: torch.dtype, splits: int, triangle: int
+):
+    """Runs at the beginning, in the middle and at the end, behind any number of tokens; prompts end to end."""
+    from kvgraft.kernels.triton import attention
+
+    slots, used, tables = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(3)).to(DEVICE), 0, []
+    for positions in prompts:
+        length = max(positions, default=0) + 1
+        tables.append(slots[None, used : used + length])
+        used += length
+    layout = AttentionLayout.of([torch.tensor(p, dtype=torch.int64) for p in prompts], tables)
+    if not layout.contexts:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "RUN", 20)
+        patch.setattr(attention, "TRIANGLE", triangle)
+        patch.setattr(attention, "FLASH_DTYPES", (torch.bfloat16, torch.float32))
+        patch.setattr(attention, "programs_of", lambda device: 0)
+        patch.setattr(attention, "splits_of", lambda *_: splits)
+        check(layout, dense_heads(shape[1]), (shape[0], 16), dtype, "triton")
+
+
+def test_long_runs_and_what_lies_between_them():
+    prompts = [range(5), [], [0, 3, *range(10, 16), 20], range(7, 12)]
+    tables = [torch.arange(30)[None] + 100 * number for number in range(4)]
+    layout = AttentionLayout.of([torch.tensor(list(p), dtype=torch.int64) for p in prompts], tables)
+    runs = layout.long_runs(5)
+    assert runs is not None
+    assert [(run.start, run.stop, run.first_key, run.num_keys) for run in runs.runs] == [
+        (0, 5, 0, 5), (7, 13, 5, 16), (14, 19, 21, 12),
+    ]  # fmt: skip
+    assert [run.opens for run in runs.runs] == [True, False, False]
+    assert runs.slots.tolist() == [[*range(5), *range(200, 216), *range(300, 312)]]
+    assert runs.other_rows.tolist() == [5, 6, 13]
+    assert (runs.tiles(5), runs.tiles(2)) == (4, 9)
+    sequences = runs.sequences(5)
+    assert sequences is not None
+    assert sequences.query_starts.tolist() == [0, 7, 13, 14, 19]
+    assert sequences.key_starts.tolist() == [0, 5, 0, 21, 0]
+    assert sequences.num_keys.tolist() == [0, 16, 0, 12]
+    assert (sequences.longest_query, sequences.longest_keys) == (7, 16)
+    tiles = layout.query_tiles(4, runs, False)
+    assert tiles.tolist() == [[1, 5, 2, 0, 0], [1, 13, 1, 0, 2]]
+    assert [tile[1:] for tile in layout.query_tiles(4, runs).tolist()] == [
+        [0, 4, 1, 0], [4, 1, 1, 4], [5, 2, 0, 5], [7, 4, 1, 7], [11, 2, 1, 11], [13, 1, 0, 13], [14, 4, 1, 14],
+        [18, 1, 1, 18],
+    ]  # fmt: skip
+    assert layout.long_runs(7) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

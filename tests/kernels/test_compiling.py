@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SHARED = 227 * 1024  # bytes of a program on Hopper; Ampere's data centre devices have 163
-SPILLED = {"fused": 152, "_sparse": 840, "_weigh": 6496}  # bytes of a thread; the last two in float32
+SPILLED = {"fused": 152, "_sparse": 840}  # bytes of a thread at most, the last in float32; else none
 HALF = """
 DTYPES += (torch.float16,)
 """
@@ -33,6 +33,7 @@ for dtype in DTYPES:
         for count in (1, 2):
             pools, parts, at = (pool, pool)[:count], (new, new)[:count], torch.arange(20)[None]
             rows.write_rows(pools, parts, heads, at, implementation="triton")
+            rows.read_rows(pools, heads, at, implementation="triton")
             turn = torch.zeros(3, dim // 2), torch.zeros(3, dim // 2)
             source, target = ((slots, turn) for slots in torch.arange(6).view(2, 1, 3))
             told = torch.zeros(8, 3, dim * count)
@@ -60,7 +61,7 @@ from kvgraft.kernels.layout import AttentionLayout
 steps = AttentionLayout.of([torch.tensor([5]), torch.tensor([99])], [torch.arange(6)[None], torch.arange(100)[None]])
 prompt = AttentionLayout.of([torch.arange(100)], [torch.arange(100)[None]])
 for dtype in DTYPES:
-    for query_heads, kv_heads, dim in ((8, 2, 64), (16, 8, 128), (16, 1, 576)):
+    for query_heads, kv_heads, dim in ((8, 2, 64), (16, 8, 128), (8, 4, 256), (16, 1, 576)):
         heads = LayerHeads(tuple(range(kv_heads)), (0,) * kv_heads, (False,) * kv_heads)
         pool = torch.zeros(kv_heads, 128, dim, dtype=dtype)
         for layout, count in ((steps, 2), (prompt, 100)):
@@ -116,7 +117,7 @@ compile_only()
     ("calls", "kernels"),
     [
         (HALF + ALIGN, {"_align_copy"}),
-        (HALF + ROWS, {"_add_norm", "_norm_rotate", "_silu_mul", "_write_rows", *CHANGES}),
+        (HALF + ROWS, {"_add_norm", "_move_rows", "_norm_rotate", "_silu_mul", *CHANGES}),
         (TOPK, {"_radix", "_page_topk"}),
         pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.slow),
         pytest.param(HALF + ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.soak),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from devices import DEVICE
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.rows import add_norm, norm_rotate, silu_mul, write_rows
+from kvgraft.kernels.rows import add_norm, norm_rotate, read_rows, silu_mul, write_rows
 from kvgraft.kv.rope import Rope
 
 IMPLEMENTATIONS = ["reference", *(["triton"] if find_spec("triton") else [])]
@@ -66,6 +66,24 @@ def test_write_rows(implementation: str, dtype: torch.dtype, n: int, with_values
     write_rows(pools, rows, heads, slots, implementation=implementation)
     for pool, written in zip(expected, pools, strict=True):
         assert torch.equal(pool, written)
+
+
+@pytest.mark.parametrize("n", [0, 1, 19])
+@pytest.mark.parametrize("with_values", [True, False])
+def test_read_rows(implementation: str, dtype: torch.dtype, n: int, with_values: bool) -> None:
+    """What is written is read again; a slot of -1 is not looked at."""
+    heads = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))
+    slots = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)])
+    slots = slots.to(DEVICE)
+    pools = tuple(normal(5, 64, 48, dtype=dtype, seed=seed) for seed in (2, 3))[: 1 + with_values]
+    slots[1, n // 2 :] = -1
+
+    found = read_rows(pools, heads, slots, implementation=implementation)
+    assert len(found) == len(pools)
+    for pool, rows in zip(pools, found, strict=True):
+        for head, (stream, page_list) in enumerate(zip(heads.streams, heads.page_lists, strict=True)):
+            held = slots[page_list] >= 0
+            assert torch.equal(rows[held, head], pool[stream, slots[page_list][held]])
 
 
 @pytest.mark.parametrize(("n", "size"), [(0, 64), (1, 96), (7, 1500)])

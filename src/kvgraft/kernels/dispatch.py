@@ -39,6 +39,7 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     "norm_rotate": _in_torch("rows"),
     "page_topk": _in_torch("topk"),
     "radix_topk": {name: f"kvgraft.kernels.{name}.topk" for name in ("reference", "cpu", "triton")},
+    "read_rows": _in_torch("rows"),
     "segpaged_attention": {name: f"kvgraft.kernels.{name}.attention" for name in ("reference", "cpu", "triton")},
     "silu_mul": _in_torch("rows"),
     "write_rows": _in_torch("rows"),

@@ -94,11 +94,6 @@ class Context:
         return tokens, slots[tokens]
 
     @memoised
-    def holds_all(self, page_list: int) -> bool:
-        """Whether a list has given nothing back up to the last query."""
-        return self.kept(page_list)[0].numel() == self.seen
-
-    @memoised
     def stretch(self, page_list: int) -> slice | None:
         """Where the tokens that a list holds lie in the pool, if in one stretch and in order."""
         slots = self.kept(page_list)[1]
@@ -121,6 +116,87 @@ class WindowTiles:
     real: Tensor
     slots: Tensor
     visible: Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Queries of consecutive positions: rows `start` to `stop` of a layout.
+
+    The last of them sees `num_keys` tokens of its prompt, which begin at `first_key` among the tokens of all prompts.
+    """
+
+    start: int
+    stop: int
+    first_key: int
+    num_keys: int
+
+    @property
+    def opens(self) -> bool:
+        """Whether the run is the beginning of its prompt."""
+        return self.stop - self.start == self.num_keys
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Rows of a layout as the sequences of a causal varlen attention, aligned at the last query and the last key.
+
+    Attributes:
+        query_starts: int32 [s + 1], the first row of each, and the end of the last.
+        key_starts: int32 [s + 1], the first key of each; sequences of one prompt share it.
+        num_keys: int32 [s], the keys that each has; 0 where it stands for rows that are computed elsewhere.
+        longest_query, longest_keys: of all sequences.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    num_keys: Tensor
+    longest_query: int
+    longest_keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class LongRuns:
+    """The long runs among the rows of a layout, in order.
+
+    Attributes:
+        num_rows: of the layout.
+        slots: int64 [page lists, k], of the tokens that the runs see, prompt after prompt.
+    """
+
+    runs: tuple[Run, ...]
+    num_rows: int
+    slots: Tensor
+
+    @memoised
+    def tiles(self, size: int) -> int:
+        """How many tiles of so many queries the runs have."""
+        return sum(-(-(run.stop - run.start) // size) for run in self.runs)
+
+    @memoised
+    def sequences(self, triangle: int) -> Sequences | None:
+        """All runs but the openings of at least `triangle` queries, and what lies between them; None without runs."""
+        chosen = [run for run in self.runs if not (run.opens and run.num_keys >= triangle)]
+        if not chosen:
+            return None
+        found, row = [], 0  # first row, first key, keys
+        for run in chosen:
+            if run.start > row:
+                found.append((row, 0, 0))
+            found.append((run.start, run.first_key, run.num_keys))
+            row = run.stop
+        if row < self.num_rows:
+            found.append((row, 0, 0))
+        bounds = torch.tensor([*found, (self.num_rows, 0, 0)], dtype=torch.int32).T.contiguous()
+        longest = int(bounds[0].diff().max()), int(bounds[2].max())
+        query_starts, key_starts, num_keys = upload(self.slots.device, bounds)[0]
+        return Sequences(query_starts, key_starts, num_keys[:-1], *longest)
+
+    @cached_property
+    def other_rows(self) -> Tensor:
+        """int32, the rows that are in none of the runs."""
+        edges = [0, *(edge for run in self.runs for edge in (run.start, run.stop)), self.num_rows]
+        parts = [torch.arange(a, b, dtype=torch.int32) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return upload(self.slots.device, torch.cat(parts))[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,24 +296,40 @@ class AttentionLayout:
         return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
 
     @memoised
-    def openings(self, least: int) -> dict[int, int]:
-        """Contexts whose first queries are the beginning of the prompt, at least so many, and how many those are."""
-        counts = {
-            number: context.runs[0][1]
-            for number, context in enumerate(self.contexts)
-            if context.positions.numel() >= least and not context.positions[0]
-        }
-        return {number: count for number, count in counts.items() if count >= least}
+    def long_runs(self, least: int) -> "LongRuns | None":
+        """The runs of at least so many queries, if there are any."""
+        runs, first_keys, slots = [], 0, []
+        for context, rows in zip(self.contexts, self.rows, strict=True):
+            if context.positions.numel() < least:
+                continue
+            found = [(start, stop) for start, stop in context.runs if stop - start >= least]
+            stops = [int(context.positions[stop - 1]) + 1 for _, stop in found]
+            for (start, stop), keys in zip(found, stops, strict=True):
+                runs.append(Run(rows.start + start, rows.start + stop, first_keys, keys))
+            if found:
+                slots.append(context.slots[:, : stops[-1]])
+                first_keys += stops[-1]
+        return LongRuns(tuple(runs), self.rows[-1].stop, _joined(slots, 1)) if runs else None
 
     @memoised
-    def query_tiles(self, size: int, least: int | None = None) -> Tensor:
-        """int32 [tiles, 4]: at most `size` queries of one context each, as (context, first row, rows, whether they are
-        of an opening of at least `least`)."""
-        openings, tiles = {} if least is None else self.openings(least), []
+    def query_tiles(self, size: int, runs: "LongRuns | None" = None, with_runs: bool = True) -> Tensor:
+        """Return int32 [tiles, 5]: at most `size` queries of one context each.
+
+        A tile has its context, its first row, its rows, whether they are of a run in `runs`, and its first row among
+        those of all tiles. Without `with_runs` the queries of runs are left out.
+        """
+        inside = {run.start: run.stop for run in runs.runs} if runs else {}
+        tiles, place = [], 0
         for number, rows in enumerate(self.rows):
-            edge = rows.start + openings.get(number, 0)
-            for start, stop, opens in ((rows.start, edge, True), (edge, rows.stop, False)):
-                tiles += [(number, first, min(size, stop - first), opens) for first in range(start, stop, size)]
+            edges = {rows.start, rows.stop}
+            edges.update(edge for run in inside.items() for edge in run if rows.start < edge < rows.stop)
+            for start, stop in pairwise(sorted(edges)):
+                is_run = start in inside
+                if is_run and not with_runs:
+                    continue
+                for first in range(start, stop, size):
+                    tiles.append((number, first, min(size, stop - first), is_run, place + first - start))
+                place += stop - start
         return upload(self.query_positions.device, torch.tensor(tiles, dtype=torch.int32))[0]
 
     @memoised

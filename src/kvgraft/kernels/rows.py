@@ -53,6 +53,22 @@ def write_rows(
     dispatch.kernel("write_rows", slots.device.type, implementation)(pools, rows, heads, slots)
 
 
+def read_rows(
+    pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor, *, implementation: str | None = None
+) -> tuple[Tensor, ...]:
+    """Copy keys and values of one layer from the pool.
+
+    Args:
+        pools, heads, slots: as in `write_rows`; what is returned for a slot of -1 has no meaning.
+        implementation: reference | triton; by default the device decides.
+
+    Returns:
+        [n, Hkv, d] of each pool, contiguous.
+    """
+    rows: tuple[Tensor, ...] = dispatch.kernel("read_rows", slots.device.type, implementation)(pools, heads, slots)
+    return rows
+
+
 def add_norm(
     rows: Tensor, residual: Tensor, weight: Tensor, eps: float, *, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.rows import write_rows
+from kvgraft.kernels.rows import read_rows, write_rows
 from kvgraft.kv.heads import StreamLayout
 
 
@@ -66,18 +66,12 @@ class KVCache:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
-        parts = [self._gather(pool, layer, slots) for pool in self.pools]
+        parts = read_rows(self.pools, self.layout.layers[layer], slots)
         return parts[0], parts[-1]
 
     def read_keys(self, layer: int, slots: Tensor) -> Tensor:
         """Only the keys."""
-        return self._gather(self.keys, layer, slots)
-
-    def _gather(self, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
-        part = pool.new_empty(slots.shape[1], len(self.layout.layers[layer].streams), pool.shape[-1])
-        for head_set in self.layout.layers[layer].every:
-            part[:, head_set.places] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
-        return part
+        return read_rows((self.keys,), self.layout.layers[layer], slots)[0]
 
     def require_residuals(self, layers: Iterable[int]) -> None:
         """Raise ValueError unless the residual stream that enters these layers is kept."""

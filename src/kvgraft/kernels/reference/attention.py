@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.layout import AttentionLayout, Sequences
 
 
 def segpaged_attention(
@@ -25,6 +25,25 @@ def segpaged_attention(
             weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
             present = values[stream, slots].float().masked_fill(~visible.any(0)[:, None], 0)
             output[rows, own] = (weights @ present).transpose(0, 1).to(query.dtype)
+    return output
+
+
+def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """Causal attention of sequences to their keys, as flash attention has it: zeros without keys.
+
+    Args:
+        query: [n, Hq, d].
+        keys, values: [k, Hkv, d].
+    """
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    starts, firsts, counts = (x.tolist() for x in (sequences.query_starts, sequences.key_starts, sequences.num_keys))
+    for number, count in enumerate(counts):
+        rows, seen = slice(starts[number], starts[number + 1]), slice(firsts[number], firsts[number] + count)
+        if count:
+            at = torch.arange(count - rows.stop + rows.start, count, device=keys.device)
+            weights = _probabilities(query[rows], keys[seen], scale, at)
+            spread = values[seen].float().repeat_interleave(query.shape[1] // values.shape[1], dim=1)
+            output[rows] = torch.einsum("hnt,thd->nhd", weights, spread).to(query.dtype)
     return output
 
 

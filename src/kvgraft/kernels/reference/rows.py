@@ -22,6 +22,16 @@ def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: Layer
             pool[head_set.streams].index_copy_(1, slots[head_set.page_list], part)
 
 
+def read_rows(pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> tuple[Tensor, ...]:
+    """See `kvgraft.kernels.rows.read_rows`."""
+    shape = slots.shape[1], len(heads.streams), pools[0].shape[-1]
+    rows = tuple(pool.new_empty(shape) for pool in pools)
+    for head_set in heads.every:
+        for pool, part in zip(pools, rows, strict=True):
+            part[:, head_set.places] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+    return rows
+
+
 def add_norm(rows: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `kvgraft.kernels.rows.add_norm`."""
     total = rows.add_(residual)

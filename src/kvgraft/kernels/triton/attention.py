@@ -1,9 +1,13 @@
 """SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps, no mask tensor.
 
 Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are joined by their
-log-sum-exp. The beginning of a long prompt, a plain causal triangle for heads that see everything, goes to PyTorch's
-attention, on a copy of its keys and values: to make it takes little beside what it is for.
+log-sum-exp. Long runs of queries, for heads that see everything, go to PyTorch's flash attention, on a copy of the keys
+and values that they see, made once a layer: the copy takes little beside what it is for.
 """
+
+import logging
+from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -11,11 +15,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout
-from kvgraft.kernels.triton.tiles import parts_of, places_of, splits_of, tile_of
+from kvgraft.kernels.heads import HeadSet, LayerHeads
+from kvgraft.kernels.layout import AttentionLayout, LongRuns, Run, Sequences
+from kvgraft.kernels.reference.attention import varlen_attention
+from kvgraft.kernels.triton.rows import read_rows
+from kvgraft.kernels.triton.tiles import attention_tile, parts_of, places_of, splits_of
+from kvgraft.kernels.workload import PROGRAMS_PER_CORE, programs_of
 
-TRIANGLE = 4096  # queries from which PyTorch's flash attention is faster, with the copy
+logger = logging.getLogger(__name__)
+RUN = 128  # queries of a long run, at least: a tile of flash attention; 0 turns flash attention off
+# queries at the beginning of a prompt from which PyTorch chooses how: on Hopper cuDNN, which makes a plan a length
+TRIANGLE = 4096
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of heads, at most, and in eights; of devices, at least
 JOINED = 8192  # numbers that a program joins at a time
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -25,89 +36,148 @@ def segpaged_attention(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
-    openings = _openings(query, heads, layout)
-    if sum(openings.values()) == len(query) and not heads.windowed:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    runs = _long_runs(query, keys, heads, layout)
+    if runs is None:
+        return _paged(query, keys, values, heads, layout, scale)
+    if len(heads.whole) == 1 and not heads.windowed:
+        output = _flash(query, keys, values, heads.whole[0], runs, scale)
     else:
-        output = _paged(query, keys, values, heads, layout, scale, TRIANGLE if openings else None)
-    queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
-    for number, count in openings.items():
-        rows = slice(layout.rows[number].start, layout.rows[number].start + count)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
         for head_set in heads.whole:
-            slots = layout.contexts[number].slots[head_set.page_list, :count]
-            own_keys, own_values = (pool[head_set.streams].index_select(1, slots) for pool in (keys, values))
-            asking = queries[rows, head_set.places]
-            outputs[rows, head_set.places] = _triangle(asking, own_keys, own_values, scale)
+            asking = queries[:, head_set.places]
+            attended = _flash(asking.flatten(1, 2), keys, values, head_set, runs, scale)
+            outputs[:, head_set.places] = attended.view(asking.shape)
+    if heads.windowed or runs.other_rows.numel():
+        _paged(query, keys, values, heads, layout, scale, runs, output)
     return output
 
 
-def _openings(query: Tensor, heads: LayerHeads, layout: AttentionLayout) -> dict[int, int]:
-    """By context the queries that go to flash attention: without it PyTorch would make the whole matrix of weights."""
-    dim = query.shape[-1]
-    if query.dtype is torch.float32 or dim > FLASH_DIM or dim % 8:
-        return {}
-    if query.is_cuda and torch.cuda.get_device_capability(query.device) < FLASH_CAPABILITY:
-        return {}
-    openings, lists = layout.openings(TRIANGLE), {head_set.page_list for head_set in heads.whole}
-    hold_all = all(layout.contexts[number].holds_all(page_list) for number in openings for page_list in lists)
-    return openings if hold_all else {}
+def _long_runs(query: Tensor, keys: Tensor, heads: LayerHeads, layout: AttentionLayout) -> LongRuns | None:
+    """The runs that go to flash attention: where it takes such heads, and its tiles fill the device."""
+    dim, num_kv_heads = query.shape[-1], len(heads.streams)
+    num_heads = query.shape[1] // num_kv_heads * (num_kv_heads - len(heads.windowed))  # that see everything
+    if not RUN or query.dtype not in FLASH_DTYPES or query.dtype is not keys.dtype or dim > FLASH_DIM or dim % 8:
+        return None
+    if any(head_set.page_list for head_set in heads.whole):  # only the first list holds every token
+        return None
+    runs = layout.long_runs(RUN)
+    if runs is None or runs.tiles(RUN) * num_heads < programs_of(query.device) // PROGRAMS_PER_CORE:
+        return None
+    return runs if not query.is_cuda or _has_flash(query.device) else None
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    capable = torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    return capable and torch.backends.cuda.is_flash_attention_available() and takes_runs(device)
+
+
+def takes_runs(device: torch.device) -> bool:
+    """Whether PyTorch's flash attention computes runs that share keys, of which its documentation says nothing."""
+    runs = LongRuns((Run(2, 34, 0, 50), Run(36, 100, 0, 130)), 101, torch.zeros(1, 130, dtype=torch.int64))
+    random = torch.Generator().manual_seed(0)
+    shapes = ((101, 2, 64), (130, 1, 64), (130, 1, 64))  # queries, keys, values
+    given = [torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes]
+    here, there = (replace(runs, slots=runs.slots.to(own)).sequences(TRIANGLE) for own in ("cpu", device))
+    if here is None or there is None:
+        raise AssertionError("there are runs")
+    expected = varlen_attention(*given, here, 0.125)
+    try:
+        found = _varlen(*(tensor.to(device) for tensor in given), there, 0.125).cpu()
+    except RuntimeError as error:
+        logger.warning("flash attention is not used for long runs of queries: %s", error)
+        return False
+    rows = [row for run in runs.runs for row in range(run.start, run.stop)]
+    agrees = torch.allclose(found[rows].float(), expected[rows].float(), atol=0.03)
+    if not agrees:
+        logger.warning("flash attention is not used for long runs of queries: it computes them wrongly")
+    return agrees
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, head_set: HeadSet, runs: LongRuns, scale: float) -> Tensor:
+    """query [n, h * G, d] of heads that follow the first list -> the same, contiguous; only the rows of runs count."""
+    streams = range(head_set.streams.start, head_set.streams.stop)
+    heads = LayerHeads(tuple(streams), (head_set.page_list,) * len(streams), (False,) * len(streams))
+    own_keys, own_values = read_rows((keys, values), heads, runs.slots)  # [k, h, d]
+    sequences = runs.sequences(TRIANGLE)
+    if sequences is None:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    else:
+        output = _varlen(query, own_keys, own_values, sequences, scale)
+    for run in runs.runs:
+        if run.opens and run.num_keys >= TRIANGLE:
+            own = slice(run.first_key, run.first_key + run.num_keys)
+            output[run.start : run.stop] = _triangle(query[run.start : run.stop], own_keys[own], own_values[own], scale)
+    return output
+
+
+def _varlen(query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """query [n, Hq, d], keys and values [k, Hkv, d] -> [n, Hq, d]: one launch, whatever the number of sequences.
+
+    PyTorch's own flash attention (2) takes sequences of equal keys at `key_starts`, since it is told their lengths.
+    """
+    if not query.is_cuda:
+        return varlen_attention(query, keys, values, sequences, scale)
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        query, keys, values, sequences.query_starts, sequences.key_starts,
+        sequences.longest_query, sequences.longest_keys, 0.0, True, False,  # no dropout, causal, nothing to debug
+        scale=scale, seqused_k=sequences.num_keys,
+    )[0]  # fmt: skip
+    return attended.contiguous()
 
 
 def _triangle(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [n, h, G, d], keys and values [h, n, d] -> the shape of `query`."""
-    asking = query.flatten(1, 2).transpose(0, 1)  # [h * G, n, d]
-    attended = scaled_dot_product_attention(
-        asking[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
-    )
-    return attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+    """query [n, h * G, d], keys and values [n, h, d] -> the shape of `query`."""
+    asking, own_keys, own_values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    attended = scaled_dot_product_attention(asking, own_keys, own_values, is_causal=True, scale=scale, enable_gqa=True)
+    return attended[0].transpose(0, 1)
 
 
 def _paged(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float,
-    triangle: int | None,
+    runs: LongRuns | None = None, output: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of all queries, but of openings of at least `triangle` only for heads that see a window."""
+    """All queries; with `runs`, those of runs for local heads only, into the `output` that has the others."""
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
-    most_rows, tile_tokens, warps = _tile_of(dim, query.dtype)
+    most_rows, tile_tokens, warps, stages = attention_tile(dim, query.dtype)
     size = num_heads // len(heads.streams)
     if size > most_rows:
-        parts = parts_of(size, most_rows)
-        every = [head for head in range(len(heads.streams)) for _ in range(parts)]
+        sharing = parts_of(size, most_rows)
+        every = [head for head in range(len(heads.streams)) for _ in range(sharing)]
         streams, lists = ([given[head] for head in every] for given in (heads.streams, heads.page_lists))
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
-        size //= parts
+        size //= sharing
     most = max(rows.stop - rows.start for rows in layout.rows) * size
     tile_rows = min(most_rows, triton.next_power_of_2(max(16, most)))
-    tiles, slots = layout.query_tiles(max(1, tile_rows // size), triangle), layout.stacked_slots
+    with_runs = runs is None or bool(heads.windowed)
+    tiles, slots = layout.query_tiles(max(1, tile_rows // size), runs, with_runs), layout.stacked_slots
     most_work = max(1, len(heads.streams) - len(heads.windowed))  # heads that see everything
     splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
-    dtype = query.dtype if splits == 1 else torch.float32
-    output = torch.empty(splits, num_rows, num_heads, head_dim, dtype=dtype, device=query.device)
-    weight = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+    if output is None:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    rows = None if runs is None or with_runs else runs.other_rows
+    num_parts = num_rows if rows is None else len(rows)  # rows of which there are parts to join
+    parts, weight = output, output
+    if splits > 1:
+        parts = torch.empty(splits, num_parts, num_heads, head_dim, dtype=torch.float32, device=query.device)
+        weight = torch.empty(splits, num_parts, num_heads, dtype=torch.float32, device=query.device)
     _segpaged[len(tiles), len(heads.streams), splits](
-        query, keys, values, output, weight, tiles, layout.query_positions, slots, places_of(heads, query.device),
+        query, keys, values, parts, weight, tiles, layout.query_positions, slots, places_of(heads, query.device),
         scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        num_rows, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
+        num_parts, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
+        SPLIT=splits > 1,
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps, num_stages=2,
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits == 1:
-        return output[0]
-    joined = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype, device=query.device)
-    rows, most = num_rows * num_heads, triton.next_power_of_2(splits)
-    tile = min(most, max(1, JOINED // dim))
-    _join[(rows,)](output, weight, joined, splits, rows, head_dim, SPLITS=most, TILE=tile, DIM=dim)
-    return joined
-
-
-def _tile_of(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows, tokens and warps of a program, so that no register spills (sm_90; tests/kernels/test_compiling.py)."""
-    if triton.knobs.runtime.interpret:  # takes its time by program
-        return tile_of(dim), tile_of(dim), 4
-    if dtype is torch.float32:
-        return 16, min(32, tile_of(dim)), 8
-    return tile_of(dim), min(32, tile_of(dim)), 8 if dim > 256 else 4
+    if splits > 1:
+        most = triton.next_power_of_2(splits)
+        _join[(num_parts * num_heads,)](
+            parts, weight, output, rows, splits, num_parts * num_heads, num_heads, head_dim,
+            SPLITS=most, TILE=min(most, max(1, JOINED // dim)), DIM=dim, INTO=runs is not None,
+        )  # fmt: skip
+    return output
 
 
 @triton.jit
@@ -131,14 +201,25 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _seen(positions, first, count, is_local, sinks, window, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens, and how many of
-    these, in whole tiles, all queries see."""
+def _seen(positions, first, count, is_local, sinks, window, split, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens; and of this split's
+    part of them the beginning, the end of what all queries see, in whole tiles, and the end."""
     earliest, stop = tl.load(positions + first), tl.load(positions + first + count - 1) + 1
     begin = tl.where(is_local, tl.maximum(earliest - window + 1, sinks), 0)
     leading = tl.where(is_local, tl.minimum(sinks, stop), 0)  # what lies between them and `begin` is not read
+    total = leading + tl.maximum(stop - begin, 0)
+    share = tl.cdiv(tl.cdiv(total, tl.num_programs(2)), TILE) * TILE
+    start, end = split * share, tl.minimum((split + 1) * share, total)
     common = tl.where(is_local, 0, (earliest + 1) // TILE * TILE)
-    return begin, leading, leading + tl.maximum(stop - begin, 0), common
+    return begin, leading, total, start, tl.maximum(start, tl.minimum(end, common)), end
+
+
+@triton.jit
+def _tile(tiles, split, num_rows, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile: its context, first row and rows, whether flash attention has them, and where the first result goes."""
+    first = tl.load(tiles + 1)
+    to = split * num_rows + tl.load(tiles + 4) if SPLIT else first
+    return tl.load(tiles).to(tl.int64), first, tl.load(tiles + 2), tl.load(tiles + 3) != 0, to
 
 
 @triton.jit(do_not_specialize=["sinks", "window", "num_rows", "num_tokens"])
@@ -146,34 +227,35 @@ def _segpaged(  # type: ignore[no-untyped-def]
     query, keys, values, output, weight, tiles, positions, slots, places,
     scale, sinks, window, query_row, query_head, key_stream, key_slot, value_stream, value_slot,
     num_rows, num_heads, head_dim, num_lists, num_tokens, num_kv_heads,
-    WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    SPLIT: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens it keeps."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     is_local = tl.load(places + 2 * num_kv_heads + head) != 0
-    if not is_local and tl.load(tiles + tile * 4 + 3) != 0:
+    context, first, count, is_run, to = _tile(tiles + tile * 5, split, num_rows, SPLIT)
+    row = tl.arange(0, TILE_ROWS)
+    row_mask = (row // SIZE) < count
+    out = (to + row // SIZE).to(tl.int64) * num_heads + head * SIZE + row % SIZE
+    if is_run and not is_local:
+        if SPLIT:
+            tl.store(weight + out, float("-inf"), mask=row_mask)
         return
-    context = tl.load(tiles + tile * 4).to(tl.int64)
-    first, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
     page_list, stream = tl.load(places + head), tl.load(places + num_kv_heads + head).to(tl.int64)
     own_slots = slots + (context * num_lists + page_list) * num_tokens
     own_keys, own_values = keys + stream * key_stream, values + stream * value_stream
 
-    row, dim = tl.arange(0, TILE_ROWS), tl.arange(0, DIM)
-    row_mask, inner = (row // SIZE) < count, dim < head_dim
-    inside = row_mask[:, None] & inner[None]
-    place = first + row // SIZE  # of the query among all rows
+    place, dim = first + row // SIZE, tl.arange(0, DIM)
+    inner, inside = dim < head_dim, row_mask[:, None] & (dim < head_dim)[None]
     at = tl.load(positions + place, mask=row_mask, other=-1)
     query_at = place.to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[:, None] * query_head + dim[None]
     q = tl.load(query + query_at, mask=inside, other=0.0)
     q = q.to(tl.float32) if WIDE else q
 
-    begin, leading, total, common = _seen(positions, first, count, is_local, sinks, window, TILE_TOKENS)
-    share = tl.cdiv(tl.cdiv(total, tl.num_programs(2)), TILE_TOKENS) * TILE_TOKENS
-    start, end = split * share, tl.minimum((split + 1) * share, total)
-    common = tl.maximum(start, tl.minimum(end, common))
-    best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE_ROWS], tl.float32)
+    begin, leading, total, start, common, end = _seen(
+        positions, first, count, is_local, sinks, window, split, TILE_TOKENS
+    )
+    best, mass = tl.full([TILE_ROWS], float("-inf"), tl.float32), tl.zeros([TILE_ROWS], tl.float32)
     attended = tl.zeros([TILE_ROWS, DIM], tl.float32)
     for number in range(start, common, TILE_TOKENS):
         slot = tl.load(own_slots + number + tl.arange(0, TILE_TOKENS)).to(tl.int64)
@@ -183,10 +265,9 @@ def _segpaged(  # type: ignore[no-untyped-def]
             scale * LOG2E, WIDE, DIM,
         )  # fmt: skip
     for number in range(common, end, TILE_TOKENS):
-        token = number + tl.arange(0, TILE_TOKENS)
-        there = token < total
-        token = tl.where(token < leading, token, begin + token - leading)
-        slot = tl.load(own_slots + token, mask=there, other=-1).to(tl.int64)
+        nth = number + tl.arange(0, TILE_TOKENS)
+        token = tl.where(nth < leading, nth, begin + nth - leading)
+        slot = tl.load(own_slots + token, mask=nth < total, other=-1).to(tl.int64)
         kept = slot >= 0
         seen = kept[None] & (token[None] <= at[:, None])
         seen = seen & ((not is_local) | (token[None] < sinks) | (token[None] > at[:, None] - window))
@@ -198,17 +279,21 @@ def _segpaged(  # type: ignore[no-untyped-def]
 
     some = mass > 0
     attended = attended / tl.where(some, mass, 1.0)[:, None]
-    total_weight = tl.where(some, best + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
-    out = (split.to(tl.int64) * num_rows + place) * num_heads + head * SIZE + row % SIZE
-    tl.store(weight + out, total_weight, mask=row_mask)
+    if SPLIT:
+        total_weight = tl.where(some, best + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
+        tl.store(weight + out, total_weight, mask=row_mask)
     tl.store(output + out[:, None] * head_dim + dim[None], attended.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
 def _join(  # type: ignore[no-untyped-def]
-    parts, weight, joined, splits, num_rows, head_dim, SPLITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr
-):
-    """One program: a row, from what each split has of it; weights are logarithms to base 2."""
+    parts, weight, joined, rows, splits, num_rows, num_heads, head_dim,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, INTO: tl.constexpr,
+):  # fmt: skip
+    """One program: a head of a row, from what each split has of it; weights are logarithms to base 2.
+
+    It goes to the row in `rows`, if there are any; INTO what has been computed before, where no split has anything.
+    """
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
     split = tl.arange(0, SPLITS)
     every = tl.load(weight + split.to(tl.int64) * num_rows + row, mask=split < splits, other=float("-inf"))
@@ -224,4 +309,7 @@ def _join(  # type: ignore[no-untyped-def]
         part = tl.load(parts + at[:, None] * head_dim + dim[None], mask=inside, other=0.0)
         total += tl.sum(part * tl.exp2(own - best)[:, None], 0)
     total = total / tl.where(mass > 0, mass, 1.0)
-    tl.store(joined + row * head_dim + dim, total.to(joined.dtype.element_ty), mask=dim < head_dim)
+    if rows is not None:
+        row = tl.load(rows + row // num_heads).to(tl.int64) * num_heads + row % num_heads
+    size = tl.where(mass > 0, head_dim, 0) if INTO else head_dim
+    tl.store(joined + row * head_dim + dim, total.to(joined.dtype.element_ty), mask=dim < size)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvgraft.kernels.triton.tiles import splits_of, tile_of
+from kvgraft.kernels.triton.tiles import score_tile, splits_of
 
 
 def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
@@ -14,20 +14,23 @@ def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float,
         query, keys = query.float(), keys.float()
     (num_queries, num_heads, head_dim), (num_tokens, num_kv_heads) = query.shape, keys.shape[:2]
     size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    tile = tile_of(dim)
-    tiles = triton.cdiv(num_queries * size, tile)
+    kept, passing, warps, stages = score_tile(dim, query.dtype)
+    tiles = triton.cdiv(num_queries * size, kept)
     splits = splits_of(query.device, tiles * num_kv_heads, num_tokens)
     weight = torch.empty(splits, num_queries, num_heads, dtype=torch.float32, device=query.device)
     given = (*query.stride()[:2], *keys.stride()[:2], num_queries * size, num_tokens, num_heads, head_dim)
     constants = {
-        "WIDE": triton.knobs.runtime.interpret, "SIZE": size, "TILE_ROWS": tile, "TILE_TOKENS": tile, "DIM": dim
+        "WIDE": triton.knobs.runtime.interpret, "SIZE": size, "DIM": dim, "num_warps": warps, "num_stages": stages
     }  # fmt: skip
-    _weigh[tiles, num_kv_heads, splits](query, keys, positions, weight, scale, *given, **constants)
+    _weigh[tiles, num_kv_heads, splits](
+        query, keys, positions, weight, scale, *given, TILE_ROWS=kept, TILE_TOKENS=passing, **constants
+    )
     total = weight.logsumexp(0) if splits > 1 else weight[0]
     mass = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=query.device)
-    _receive[triton.cdiv(num_tokens, tile), num_kv_heads](
-        query, keys, positions, total, mass, scale, *given, SUM=reduction == "sum", **constants
-    )
+    _receive[triton.cdiv(num_tokens, kept), num_kv_heads](
+        query, keys, positions, total, mass, scale, *given,
+        SUM=reduction == "sum", TILE_ROWS=passing, TILE_TOKENS=kept, **constants,
+    )  # fmt: skip
     return mass.sum(0) if reduction == "sum" else mass.amax(0)
 
 
@@ -95,13 +98,19 @@ def _receive(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) * TILE_TOKENS
     token = first + tl.arange(0, TILE_TOKENS)
     k = _tokens(keys, token, head, key_token, key_head, num_tokens, head_dim, WIDE, DIM)
+    # positions ascend: the first query that sees any of these keys, so that no load of the loop hangs on a condition
+    low, high = 0, num_rows // SIZE
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(positions + middle) < first
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
+
     received = tl.zeros([TILE_TOKENS], tl.float32)
-    for start in range(0, num_rows, TILE_ROWS):
+    for start in range(low * SIZE // TILE_ROWS * TILE_ROWS, num_rows, TILE_ROWS):
         row = start + tl.arange(0, TILE_ROWS)
         q, at = _rows(query, positions, row, head, query_row, query_head, num_rows, head_dim, WIDE, SIZE, DIM)
-        if tl.max(at, 0) >= first:
-            total = tl.load(weight + (row // SIZE) * num_heads + head * SIZE + row % SIZE, mask=row < num_rows, other=0)
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            share = tl.where(token[None] <= at[:, None], tl.exp(logits - total[:, None]), 0.0)
-            received = received + tl.sum(share, 0) if SUM else tl.maximum(received, tl.max(share, 0))
+        total = tl.load(weight + (row // SIZE) * num_heads + head * SIZE + row % SIZE, mask=row < num_rows, other=0)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        share = tl.where(token[None] <= at[:, None], tl.exp(logits - total[:, None]), 0.0)
+        received = received + tl.sum(share, 0) if SUM else tl.maximum(received, tl.max(share, 0))
     tl.store(mass + head * num_tokens + token, received, mask=token < num_tokens)

@@ -26,12 +26,26 @@ def norm_rotate(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, s
 
 def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> None:
     """See `kvgraft.kernels.rows.write_rows`."""
+    _move(pools, rows, heads, slots, reads=False)
+
+
+def read_rows(pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> tuple[Tensor, ...]:
+    """See `kvgraft.kernels.rows.read_rows`."""
+    shape = slots.shape[1], len(heads.streams), pools[0].shape[-1]
+    rows = tuple(pool.new_empty(shape) for pool in pools)
+    _move(pools, rows, heads, slots, reads=True)
+    return rows
+
+
+def _move(
+    pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor, *, reads: bool
+) -> None:
     num_rows, num_heads, head_dim = rows[0].shape
     if num_rows:
-        _write_rows[num_heads, triton.cdiv(num_rows, ROWS)](
+        _move_rows[num_heads, triton.cdiv(num_rows, ROWS)](
             pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device), pools[0].stride(0),
             *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads, head_dim,
-            ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1,
+            ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1, READS=reads,
         )  # fmt: skip
 
 
@@ -81,24 +95,30 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _write_rows(  # type: ignore[no-untyped-def]
-    keys, values, new_keys, new_values, slots, places, stream_stride, key_row, key_head, value_row, value_head,
+def _move_rows(  # type: ignore[no-untyped-def]
+    keys, values, key_rows, value_rows, slots, places, stream_stride, key_row, key_head, value_row, value_head,
     slots_stride, num_rows, num_heads, head_dim,
-    ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head of ROWS rows."""
+    """One program: one KV head of ROWS rows, from or to the pool."""
     row, head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0)
     page_list = tl.load(places + head).to(tl.int64)
     stream = tl.load(places + num_heads + head).to(tl.int64)
-    slot = tl.load(slots + page_list * slots_stride + row, mask=row < num_rows, other=0)
+    slot = tl.load(slots + page_list * slots_stride + row, mask=row < num_rows, other=-1)
     dim = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = (row < num_rows)[:, None] & (dim < head_dim)
-    to = stream * stream_stride + slot[:, None] * head_dim + dim
-    new = tl.load(new_keys + row[:, None] * key_row + head * key_head + dim, mask=inside)
-    tl.store(keys + to, new, mask=inside)
+    inside = (slot >= 0)[:, None] & (dim < head_dim)
+    at = stream * stream_stride + slot[:, None] * head_dim + dim
+    to = row[:, None] * key_row + head * key_head + dim
+    if READS:
+        tl.store(key_rows + to, tl.load(keys + at, mask=inside), mask=inside)
+    else:
+        tl.store(keys + at, tl.load(key_rows + to, mask=inside), mask=inside)
     if HAS_VALUES:
-        new = tl.load(new_values + row[:, None] * value_row + head * value_head + dim, mask=inside)
-        tl.store(values + to, new, mask=inside)
+        to = row[:, None] * value_row + head * value_head + dim
+        if READS:
+            tl.store(value_rows + to, tl.load(values + at, mask=inside), mask=inside)
+        else:
+            tl.store(values + at, tl.load(value_rows + to, mask=inside), mask=inside)
 
 
 @triton.jit
