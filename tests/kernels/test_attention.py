@@ -360,6 +360,22 @@ def test_mass_equals_reference_and_sums_to_queries_times_heads(
 
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_prompts_end_to_end_score_as_each_alone(implementation: str, reduction: str):
+    torch.manual_seed(4)
+    asking = [[0, 5, 61], [], [*range(70, 141)], [3]]
+    counts = [(len(at), tokens) for at, tokens in zip(asking, (70, 20, 150, 7), strict=True)]
+    queries, tokens = map(list, zip(*counts, strict=True))
+    query, keys = torch.randn(sum(queries), 4, 32, device=DEVICE), torch.randn(sum(tokens), 2, 32, device=DEVICE)
+    positions = torch.tensor([place for at in asking for place in at], device=DEVICE)
+    found = attention_mass(query, keys, positions, 0.2, reduction, counts, implementation=implementation)
+    parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
+    alone = [attention_mass(*part, 0.2, reduction, implementation="reference") for part in parts]
+    torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    assert not found[70:90].any()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_nobody_asks(implementation: str, reduction: str):
     """As for a prompt of a batch in which a round has found nothing more."""
     query, keys = torch.zeros(0, 4, 16, device=DEVICE), torch.ones(9, 2, 16, device=DEVICE)

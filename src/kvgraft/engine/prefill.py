@@ -11,7 +11,7 @@ from torch import Tensor
 from kvgraft.engine.decoder import Decoder
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.layout import AttentionLayout, PassRows
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.cache import KVCache
@@ -34,13 +34,14 @@ class Rows:
         slots: Sequence[Tensor],
         decoder: Decoder,
         head_map: HeadMap | None,
+        on_device: PassRows,
     ) -> None:
         self.where = where
         sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
         self.counts = np.array([p.numel() for p in positions])  # per prompt
         self.seen = np.array([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
         self.seen_locally = np.array([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
-        self.layout = AttentionLayout.of(positions, slots, sinks, window)
+        self.layout = AttentionLayout.of(positions, slots, sinks, window, on_device)
         longest = max((context.seen for context in self.layout.contexts), default=1)
         self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions, longest)
 
@@ -178,8 +179,8 @@ class NativePrefill(PagedPrefill):
         self, index: int, hidden: Hidden, reused: Heads = (), kept: Tensor | None = None
     ) -> tuple[Rows, Tensor]:
         if self._rows is None or not self._rows.where.equal(hidden.where):
-            positions = self._rows_of(hidden.where)
-            self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map)
+            positions, on_device = self._rows_of(hidden.where), self._on_device(hidden.where)
+            self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map, on_device)
         rows = self._rows
         if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
             self._projected = (index, hidden, self._decoder.project(index, hidden.states, rows.cos, rows.sin))
@@ -194,6 +195,14 @@ class NativePrefill(PagedPrefill):
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
         return rows, query
+
+    def _on_device(self, where: Tensor) -> PassRows:
+        [positions] = upload(self._decoder.device, self.plan.positions[where])
+        stacked = self._stacked_slots
+        held = [number for number, prompt in enumerate(self.plan.prompts) if where[prompt].any()]
+        if len(held) < len(stacked):
+            stacked = stacked[upload(stacked.device, torch.tensor(held, dtype=torch.int64))[0]]
+        return PassRows(positions, self._slots_of(where), stacked)
 
     def _attend(self, index: int, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
         """Attention of the rows, [n, Hq * d]."""

@@ -86,9 +86,11 @@ class Sampler:
         return choice if tokens is None else int(tokens[choice])
 
 
-def most_likely(logits: Tensor, samplers: Sequence[Sampler]) -> list[int] | list[None]:
+def most_likely(logits: Tensor | Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int] | list[None]:
     """The most likely token of each row of logits [b, V], read from the device together, if any sampler needs it."""
     if not any(sampler.params.is_greedy for sampler in samplers):
         return [None] * len(samplers)
+    if not isinstance(logits, Tensor):
+        logits = logits[0][None] if len(logits) == 1 else torch.stack(tuple(logits))
     found: list[int] = logits.argmax(dim=-1).tolist()
     return found

@@ -148,18 +148,22 @@ class Scheduler:
                 self._keep_documents(policy, sequence)
         sequences = [sequence for sequence in sequences if not sequence.documents and sequence in self.running]
         logits: dict[SequenceState, Tensor] = {}
+        broken: list[SequenceState] = []
         grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
         for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
-            logits |= zip(batch, self._recover(policy.recover, batch), strict=True)
+            rows = self._recover(policy.recover, batch)
+            logits |= zip(batch, rows, strict=True)
+            finite = rows.isfinite().all(dim=-1).tolist()
+            broken += [sequence for sequence, is_finite in zip(batch, finite, strict=True) if not is_finite]
         for sequence in sequences:
             self.memory.unpin_sources(sequence)
-        for sequence, row in logits.items():
-            if not bool(row.isfinite().all()):
-                self.memory.drop_grafts(sequence, "non_finite")
+        for sequence in broken:
+            self.memory.drop_grafts(sequence, "non_finite")
         exact = [sequence for sequence in sequences if not _has_grafts(sequence)]
         logits |= zip(exact, self._compute(policy, exact), strict=True)
-        for sequence in sequences:
-            self._accept(sequence, logits[sequence])
+        best = most_likely([logits[sequence] for sequence in sequences], [sequence.sampler for sequence in sequences])
+        for sequence, token in zip(sequences, best, strict=True):
+            self._accept(sequence, logits[sequence], token)
             self.memory.offer(sequence)
             self.memory.settle(sequence)
 

@@ -231,16 +231,19 @@ def attention_mass(
     positions: Tensor,
     scale: float,
     reduction: str = "sum",
+    counts: Sequence[tuple[int, int]] = (),
     *,
     implementation: str | None = None,
 ) -> Tensor:
     """Softmax attention that each key receives, over queries and heads (SparseX Eq. 1 and 2).
 
     Args:
-        query: [n, Hq, d] at `positions` int64 [n], ascending.
-        keys: [T, Hkv, d] of positions 0..T-1; key j is visible to query i if j <= positions[i].
+        query: [n, Hq, d] at `positions` int64 [n], ascending in each prompt.
+        keys: [T, Hkv, d] of positions 0.. of each prompt; key j is visible to query i of its prompt if
+            j <= positions[i].
         scale: of the logits, usually d ** -0.5.
         reduction: sum | max over queries and heads.
+        counts: queries and keys of each prompt, which lie end to end; by default there is one.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
@@ -253,7 +256,9 @@ def attention_mass(
         raise ValueError(f"reduction must be sum or max, got {reduction!r}")
     if not positions.numel():
         return torch.zeros(len(keys), dtype=torch.float32, device=keys.device)
-    return kernel("attention_mass", keys.device.type, implementation)(query, keys, positions, scale, reduction)
+    run = kernel("attention_mass", keys.device.type, implementation)
+    mass: Tensor = run(query, keys, positions, scale, reduction, counts or [(len(query), len(keys))])
+    return mass
 
 
 @watched("attention")

@@ -200,6 +200,19 @@ class LongRuns:
 
 
 @dataclass(frozen=True, eq=False)
+class PassRows:
+    """The queries of a prefill pass, as a host brings them beside the pool.
+
+    Attributes:
+        positions, query_slots, stacked_slots: as of `AttentionLayout`.
+    """
+
+    positions: Tensor
+    query_slots: Tensor
+    stacked_slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class StepRows:
     """A query of each prompt, as a host that knows all positions brings them beside the pool.
 
@@ -235,28 +248,35 @@ class AttentionLayout:
 
     Attributes:
         sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to the query's own.
-        steps: the same as tensors, of a decode step.
+        on_device: the same as tensors beside the pool, if a host has brought them there together.
     """
 
     contexts: tuple[Context, ...]
     sinks: int = 0
     window: int = 1
-    steps: StepRows | None = None
+    on_device: StepRows | PassRows | None = None
 
     @classmethod
     def of(
-        cls, positions: Sequence[Tensor], slots: Sequence[Tensor], sinks: int = 0, window: int = 1
+        cls,
+        positions: Sequence[Tensor],
+        slots: Sequence[Tensor],
+        sinks: int = 0,
+        window: int = 1,
+        on_device: PassRows | None = None,
     ) -> "AttentionLayout":
         """Pair positions [n_i] with the slots of their prompts; prompts without queries drop out."""
         pairs = zip(positions, slots, strict=True)
-        return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window)
+        return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window, on_device)
 
     @memoised
     def part(self, contexts: tuple[int, ...]) -> "AttentionLayout":
         """The queries of some prompts."""
         if len(contexts) == len(self.contexts):
             return self
-        steps = self.steps and self.steps.part(upload(self.steps.pages.device, torch.tensor(contexts))[0])
+        steps = self.on_device
+        if isinstance(steps, StepRows):
+            steps = steps.part(upload(steps.pages.device, torch.tensor(contexts))[0])
         return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps)
 
     @property
@@ -273,22 +293,22 @@ class AttentionLayout:
     @cached_property
     def query_slots(self) -> Tensor:
         """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
-        if self.steps is not None:
-            return self.steps.query_slots
+        if self.on_device is not None:
+            return self.on_device.query_slots
         return _joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
 
     @cached_property
     def query_positions(self) -> Tensor:
         """int64 [n] on the pool's device: the position of every query."""
-        if self.steps is not None:
-            return self.steps.positions
+        if self.on_device is not None:
+            return self.on_device.positions
         return _joined([c.device_positions for c in self.contexts], 0)
 
     @cached_property
     def stacked_slots(self) -> Tensor:
         """int32 [contexts, page lists, T]: the slots of all contexts, whatever behind their last tokens."""
-        if self.steps is not None:
-            return self.steps.stacked_slots
+        if self.on_device is not None:
+            return self.on_device.stacked_slots
         longest = max(context.seen for context in self.contexts)
         seen = [context.slots[:, : context.seen] for context in self.contexts]
         if len(seen) == 1:

@@ -3,9 +3,11 @@
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
@@ -76,16 +78,13 @@ class PagedPrefill(PrefillContext):
         if computed_at != index or bool((queries & ~where).any()):
             raise ValueError(f"layer {index} has no queries for these tokens: its last queries are of {computed_at}")
         with self._timed("select"):
-            scores = torch.zeros(self.plan.num_tokens)
-            for prompt, slots in zip(self.plan.prompts, self._slots, strict=True):
-                if not self.plan.grafted[prompt].any():
-                    continue
-                before = int(where[: prompt.start].sum())
-                rows = before + queries[prompt][where[prompt]].nonzero()[:, 0]
-                rows, positions = upload(slots.device, rows, self.plan.positions[prompt][queries[prompt]])
-                keys = self._keys_at(index, slots[:, : prompt.stop - prompt.start])
-                scores[prompt] = attention_mass(query[rows], keys, positions, self._scale, reduction).cpu()
-            return scores
+            asking = queries & self._has_grafts
+            counts = [(int(asking[prompt].sum()), prompt.stop - prompt.start) for prompt in self.plan.prompts]
+            rows = asking[where].nonzero()[:, 0]
+            rows, positions = upload(query.device, rows, self.plan.positions[asking])
+            keys = self._keys_at(index, self._flat_slots)
+            chosen = query if len(rows) == len(query) else query[rows]
+            return attention_mass(chosen, keys, positions, self._scale, reduction, counts).cpu()
 
     def reject(self, where: Tensor) -> None:
         self.rejected |= where
@@ -129,11 +128,31 @@ class PagedPrefill(PrefillContext):
         for known, slots in self._found:
             if known is where:
                 return slots
-        places = [where[prompt].nonzero()[:, 0] for prompt in self.plan.prompts]
-        uploaded = upload(self._slots[0].device, torch.cat(places))[0].split([at.numel() for at in places])
-        slots = torch.cat([own[:, at] for own, at in zip(self._slots, uploaded, strict=True)], dim=1)
+        slots = self._flat_slots[:, upload(self._flat_slots.device, where.nonzero()[:, 0])[0]]
         self._found.append((where, slots))
         return slots
+
+    @cached_property
+    def _flat_slots(self) -> Tensor:
+        """Of all tokens of the plan, int64 [lists, T]."""
+        own = [slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)]
+        return own[0] if len(own) == 1 else torch.cat(own, dim=1)
+
+    @cached_property
+    def _stacked_slots(self) -> Tensor:
+        """By prompt, padded: int32 [prompts, lists, longest]."""
+        own = [slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)]
+        longest = max(self.plan.lengths)
+        padded = [F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in own]
+        return (own[0][None] if len(own) == 1 else torch.stack(padded)).int()
+
+    @cached_property
+    def _has_grafts(self) -> Tensor:
+        """bool [T]: tokens of prompts in which there is something to choose."""
+        found = torch.zeros(self.plan.num_tokens, dtype=torch.bool)
+        for prompt in self.plan.prompts:
+            found[prompt] = bool(self.plan.grafted[prompt].any())
+        return found
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         if self._query is None:

@@ -5,6 +5,8 @@ layer. Their queries go in chunks of ascending position, and a chunk attends onl
 scattered tokens cost little more than their own share of the triangle. Local heads read sinks and windows, in tiles.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,8 +39,18 @@ def segpaged_attention(
     return output
 
 
-def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
+def attention_mass(
+    query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str, counts: Sequence[tuple[int, int]]
+) -> Tensor:
     """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a time."""
+    queries, tokens = map(list, zip(*counts, strict=True))
+    parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
+    found = [_mass(*part, scale, reduction) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
+    """The same of one prompt."""
     num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
     transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
     folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)  # [Hkv, n, G, d]

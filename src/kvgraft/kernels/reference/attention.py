@@ -1,5 +1,7 @@
 """SegPagedAttention and Sparse-Q scores in plain torch: the truth."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,10 +49,17 @@ def varlen_attention(query: Tensor, keys: Tensor, values: Tensor, sequences: Seq
     return output
 
 
-def attention_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
-    """See `kvgraft.kernels.dispatch.attention_mass`; the whole attention matrix at once."""
-    weights = _probabilities(query, keys, scale, positions)
-    return weights.sum((0, 1)) if reduction == "sum" else weights.amax((0, 1))
+def attention_mass(
+    query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str, counts: Sequence[tuple[int, int]]
+) -> Tensor:
+    """See `kvgraft.kernels.dispatch.attention_mass`; the whole attention matrix of a prompt at once."""
+    queries, tokens = map(list, zip(*counts, strict=True))
+    found = []
+    for asking, own, at in zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True):
+        weights = _probabilities(asking, own, scale, at).flatten(0, 1)
+        nothing = weights.new_zeros(1, len(own))  # is received where there are no queries
+        found.append(weights.sum(0) if reduction == "sum" else torch.cat((nothing, weights)).amax(0))
+    return torch.cat(found)
 
 
 def _probabilities(query: Tensor, keys: Tensor, scale: float, positions: Tensor) -> Tensor:

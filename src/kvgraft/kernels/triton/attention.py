@@ -78,13 +78,13 @@ def takes_runs(device: torch.device) -> bool:
     runs = LongRuns((Run(2, 34, 0, 50), Run(36, 100, 0, 130)), 101, torch.zeros(1, 130, dtype=torch.int64))
     random = torch.Generator().manual_seed(0)
     shapes = ((101, 2, 64), (130, 1, 64), (130, 1, 64))  # queries, keys, values
-    given = [torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes]
+    query, keys, values = (torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes)
     here, there = (replace(runs, slots=runs.slots.to(own)).sequences(TRIANGLE) for own in ("cpu", device))
     if here is None or there is None:
         raise AssertionError("there are runs")
-    expected = varlen_attention(*given, here, 0.125)
+    expected = varlen_attention(query, keys, values, here, 0.125)
     try:
-        found = _varlen(*(tensor.to(device) for tensor in given), there, 0.125).cpu()
+        found = _varlen(query.to(device), keys.to(device), values.to(device), there, 0.125).cpu()
     except RuntimeError as error:
         logger.warning("flash attention is not used for long runs of queries: %s", error)
         return False
