@@ -187,7 +187,7 @@ class Memory:
         if num_missing > self.pool.num_free + self.frozen.num_sheddable(namespace):
             self.pool.release(held)
             return False
-        self.pool.hit_counts[held] += 1
+        self.pool.hit_counts[np.array(held, np.int64)] += 1
         self.refresh.note(sequence.scope, namespace, pages.tolist())
         self.frozen.shed(namespace, num_missing)  # none of what has just been acquired
         self._pinned[sequence] = sources

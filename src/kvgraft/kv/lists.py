@@ -34,7 +34,8 @@ class PageLists:
     def place(self, lists: slice, blocks: np.ndarray, pages: np.ndarray) -> None:
         """Put pages int [lists, b] into blocks int [b]; -1 takes them out."""
         self.pages[lists, blocks] = pages
-        slots = np.where(pages[..., None] < 0, -1, pages[..., None] * self.block_size + np.arange(self.block_size))
+        slots = pages[..., None] * self.block_size + np.arange(self.block_size)
+        slots[pages < 0] = -1
         places, placed = upload(self.slots.device, torch.from_numpy(blocks), torch.from_numpy(slots))
         self.slots.view(len(self.slots), -1, self.block_size)[lists, places] = placed
 
