@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout, Sequences
+from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.long_runs import Sequences
 
 
 def segpaged_attention(

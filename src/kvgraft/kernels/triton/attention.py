@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.kernels.heads import HeadSet, LayerHeads
-from kvgraft.kernels.layout import AttentionLayout, LongRuns, Run, Sequences
+from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.long_runs import LongRuns, Run, Sequences
 from kvgraft.kernels.reference.attention import varlen_attention
 from kvgraft.kernels.triton.rows import read_rows
 from kvgraft.kernels.triton.tiles import attention_tile, parts_of, places_of, splits_of
