@@ -18,6 +18,7 @@ from launches import (
     count_of,
     counted,
     counted_steps,
+    moved,
     per_layer,
     prompts,
 )
@@ -35,6 +36,7 @@ BARS = {
     "sparsex": (132, 1, 0),
     "cacheblend": (139, 2, 0),
 }
+MOVED = {"naive": 8.8, "spread": 14.2}  # KB a grafted token and layer; here tables of RoPE weigh more than in a model
 A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 15.5}  # launches
 FEW_LAYERS = 2
 # what a decode step asks of a device at most: launches a layer, launches beside them, waits, uploads that wait
@@ -98,6 +100,8 @@ def test_what_a_recovery_asks_of_a_device_does_not_grow(operations: list[dict[st
     if policy in A_LAYER:
         assert per_layer(few, many, Kind.LAUNCH, LAYERS) <= A_LAYER[policy]
     assert per_layer(few, many, Kind.WAITING_UPLOAD, LAYERS) == 0
+    if policy in MOVED:
+        assert moved(few, False, LAYERS, TOKENS, 1) <= MOVED[policy]
     kernels = {one.name for one in few if one.kind is Kind.LAUNCH}
     assert "_segpaged" in kernels
     assert ("_align_copy" in kernels) == (policy != "full")

@@ -33,7 +33,6 @@ def test_what_tells_documents_apart_is_recomputed_as_in_the_native_engine():
     [native] = engine.generate([Request(prompt, "spread", sampling, remember=False)])
     assert ours["report"]["grafted_tokens"] == native.report.grafted_tokens > 300
     assert ours["report"]["recomputed_tokens"] == native.report.recomputed_tokens
-    assert ours["report"]["counts"].pop("rejected_segments") == 3
     assert ours["report"]["counts"] == dict(native.report.counts)
     assert ours["report"]["counts"]["distinguishing_tokens"] > 50
     assert ours["tokens"] == native.token_ids
