@@ -194,9 +194,9 @@ class AttentionLayout:
         """The queries of some prompts."""
         if len(contexts) == len(self.contexts):
             return self
-        steps = self.on_device
-        if isinstance(steps, StepRows):
-            steps = steps.part(upload(steps.pages.device, torch.tensor(contexts))[0])
+        steps = None
+        if isinstance(self.on_device, StepRows):
+            steps = self.on_device.part(upload(self.on_device.pages.device, torch.tensor(contexts))[0])
         return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps)
 
     @property

@@ -37,7 +37,8 @@ def segpaged_attention(
     query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
-    runs = _long_runs(query, keys, heads, layout)
+    is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]  # as `read_rows` needs it
+    runs = _long_runs(query, keys, heads, layout) if is_plain else None
     if runs is None:
         return _paged(query, keys, values, heads, layout, scale)
     if len(heads.whole) == 1 and not heads.windowed:

@@ -88,7 +88,8 @@ class Spread(SelectsInRounds):
             return self.score(ctx, scored, asking)
 
         starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
-        first.left(ctx.plan.fresh | starts)  # launched before the host compares texts
+        if scored:
+            first.left(ctx.plan.fresh | starts)  # launched before the host compares texts
         differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
             counts["distinguishing_tokens"] += int(differing[prompt].sum())
