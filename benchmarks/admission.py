@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
 
 
 def make_prompts(tokens: int, known: float, seed: int = 0) -> tuple[list[int], list[int]]:
-    """(what is read before, a prompt of so many tokens, of which this share is known)."""
+    """(what is read before, a prompt of so many tokens with this share of known ones)."""
     random = np.random.default_rng(seed)
     num_known = round(tokens * known)
     documents = np.array_split(random.integers(1, VOCAB, num_known), max(tokens // DOCUMENT_TOKENS, 1))

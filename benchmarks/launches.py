@@ -1,12 +1,12 @@
 """What a recovery asks of a CUDA device, counted without one: launches, waits, uploads, bytes, by policy.
 
-A tiny random model reads eight documents, then a prompt with them in another order, of which a tenth is new. Counts
+A tiny random model reads eight documents, then a prompt with them in another order; a tenth of it is new. Counts
 depend on the number of layers, hardly on their size or on the prompt's length. With `--decode` it counts a decode step
 of the prompts instead, from the tokens before it to those that it chooses, dense and under each flow.
 
     python benchmarks/launches.py [--host vllm] [--decode] [--tokens 2048] [--prompts 4] [--json]
 
-With `--host vllm` recoveries run in vLLM's decoder layers (see `fake_vllm`), of which a stock one is 12 launches.
+With `--host vllm` recoveries run in vLLM's decoder layers (see `fake_vllm`); a stock layer is 12 launches.
 """
 
 import json

@@ -148,7 +148,7 @@ def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
 
 
 def _needed_for(wanted: Iterable[Value], among: Sequence[Value]) -> tuple[Value, ...]:
-    """Those of which the wanted ones are made, themselves among them, in order."""
+    """The wanted values and all that they are made of, in order."""
     needed: set[Value | float] = set(wanted)
     for value in reversed(among):
         if value in needed:

@@ -215,14 +215,14 @@ class AttentionLayout:
         """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
         if self.on_device is not None:
             return self.on_device.query_slots
-        return _joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
+        return joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
 
     @cached_property
     def query_positions(self) -> Tensor:
         """int64 [n] on the pool's device: the position of every query."""
         if self.on_device is not None:
             return self.on_device.positions
-        return _joined([c.device_positions for c in self.contexts], 0)
+        return joined([c.device_positions for c in self.contexts])
 
     @cached_property
     def stacked_slots(self) -> Tensor:
@@ -249,7 +249,7 @@ class AttentionLayout:
             if found:
                 slots.append(context.slots[:, : stops[-1]])
                 first_keys += stops[-1]
-        return LongRuns(tuple(runs), self.rows[-1].stop, _joined(slots, 1)) if runs else None
+        return LongRuns(tuple(runs), self.rows[-1].stop, joined(slots, 1)) if runs else None
 
     @memoised
     def query_tiles(self, size: int, runs: LongRuns | None = None, with_runs: bool = True) -> Tensor:
@@ -343,9 +343,9 @@ class AttentionLayout:
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), visible
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return the parts end to end, without a copy if there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
 
 
 def _cuts(positions: Tensor, size: int) -> list[tuple[int, int]]:

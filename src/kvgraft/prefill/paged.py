@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kernels.dispatch import attention_mass
+from kvgraft.kernels.layout import joined
 from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
@@ -110,13 +111,6 @@ class PagedPrefill(PrefillContext):
         """Per prompt the positions that are set in `where` bool [T]."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
-    def _graft_slots(self, sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return source slots, target slots [lists, g] and shifts [g] of the tokens to copy, int64 on the cache's
-        device."""
-        target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
-        sources, shifts = upload(target.device, sources, self.plan.graft_shifts)
-        return sources, target, shifts
-
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
@@ -136,7 +130,7 @@ class PagedPrefill(PrefillContext):
     def _flat_slots(self) -> Tensor:
         """Of all tokens of the plan, int64 [lists, T]."""
         own = [slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)]
-        return own[0] if len(own) == 1 else torch.cat(own, dim=1)
+        return joined(own, 1)
 
     @cached_property
     def _stacked_slots(self) -> Tensor:

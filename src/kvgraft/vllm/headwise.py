@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.layout import AttentionLayout, joined
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
-from kvgraft.vllm.compat.model import joined
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.layout import joined
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
@@ -20,7 +21,7 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
 from kvgraft.vllm.compat.alignment import Alignment
-from kvgraft.vllm.compat.model import ModelHost, joined
+from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
@@ -117,7 +118,7 @@ class VllmPrefill(PagedPrefill):
     def graft(self, layers: range) -> None:
         self._align([at for index in layers for at in self._host.attentions_of(index)])
         if self.residual_layers and self.plan.graft_targets.numel() and not self._grafted:
-            source, target, _ = self._graft_slots(self.plan.graft_sources)
+            source, target, _ = self._graft_slots
             for old, new in zip(source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True):
                 self._host.residuals.copy(old, new)
         self._grafted.update(layers)
@@ -126,7 +127,7 @@ class VllmPrefill(PagedPrefill):
         """Copy grafted keys and values of these attention layers, and turn the keys."""
         if not self.plan.graft_targets.numel():
             return
-        source, targets, shifts = self._graft_slots(self.plan.graft_sources)
+        source, targets, shifts = self._graft_slots
         size = Alignment.most_tokens(self._host)
         for group, target in enumerate(targets):
             own = [at for at in attentions if self._host.group_of[at] == group]
@@ -267,6 +268,13 @@ class VllmPrefill(PagedPrefill):
         changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
         keys, values = spreading.interpolate(changes).split([keys.shape[-1], values.shape[-1]], -1)
         self.add(index, spreading.where, to_position(index, keys), values)
+
+    @cached_property
+    def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64 on the device."""
+        target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
+        source, shifts = upload(target.device, self.plan.graft_sources, self.plan.graft_shifts)
+        return source, target, shifts
 
     @memoised
     def _pool_rows(self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope) -> SpreadingRows:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context
+from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, joined
 
 SCORE_ROWS = 16  # queries of all heads whose scores fit the cache
 TILES = 64  # tiles of windows that are copied at a time
@@ -46,7 +46,7 @@ def attention_mass(
     queries, tokens = map(list, zip(*counts, strict=True))
     parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
     found = [_mass(*part, scale, reduction) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return joined(found)
 
 
 def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:

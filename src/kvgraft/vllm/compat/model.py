@@ -13,6 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvgraft.kernels.layout import joined
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import head_attention, latent
@@ -29,11 +30,6 @@ from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows one after the other; the tensor itself if there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class _Stop(Exception):
