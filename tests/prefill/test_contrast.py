@@ -19,6 +19,7 @@ from kvgraft.prefill.contrast import (
     PHRASE_TOKENS,
     SLOT_TOKENS,
     START_TOKENS,
+    SAME_WORDS_SHARE,
     SUBJECT_SEGMENTS,
     SUBJECT_SHARE,
     VALUE_TOKENS,
@@ -124,8 +125,8 @@ def test_equal_texts_and_unlike_texts_have_nothing_that_differs():
 
 
 def test_only_segments_that_share_enough_look_alike():
-    texts = [filled(50, 51), [*filled(60, 61), *range(100, 300)], [*filled(70, 71), *range(400, 410)]]
-    found = chosen(texts, [1, 2, 3])  # the form is 62 of 264 tokens, of 74
+    texts = [filled(50, 51), [*filled(60, 61), *range(100, 400)], [*filled(70, 71), *range(500, 510)]]
+    found = chosen(texts, [1, 2, 3])  # the form is 62 of 364 tokens, of 74
     first = SIZE + len(texts[1])
     assert found == [first + at for at in (*DIFFERING, *range(SIZE - NEAR_TOKENS, SIZE + 10))]
 
@@ -194,9 +195,14 @@ def test_texts_that_say_the_same_in_other_words_are_recomputed_behind_the_first(
     texts = [rng.permutation([*words, *range(1000 * n, 1000 * n + 36)]).tolist() for n in range(1, 5)]
     assert chosen(texts, [1, 2, 3, 4], 0.65) == list(range(60, 240))
     assert chosen(texts[:2], [1, 2], 0.65) == []  # too few to tell
+    for text in texts:
+        text[:18] = range(90, 108)  # some of the words, in the same order
+    assert chosen(texts, [1, 2, 3, 4], 0.65) == list(range(60, 240))
     assert chosen(texts, [1, 1, 1, 1], 0.65) == []  # were read together
-    for text in texts[1:]:
-        text[::2] = range(text[0] * 7, text[0] * 7 + 30)
+    other = list(range(9000, 9100))
+    assert chosen([*texts, other], [1, 2, 3, 4, 5], 0.65) == list(range(60, 240))  # another subject
+    for number, text in enumerate(texts[1:]):
+        text[::2] = range(5000 + 30 * number, 5030 + 30 * number)
     assert chosen(texts, [1, 2, 3, 4], 0.65) == []
 
 
@@ -283,34 +289,31 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         if sum(wide[at] for at in known) > MOST_SHARE * len(known):
             for at in known:
                 wide[at] = at in alike
-    seen_similar = {prompts[known[0]] for known in similar}
-    for prompt in set(range(len(plan.lengths))) - seen_similar:
-        mine = [at for at in range(total) if prompts[at] == prompt and copied[at]]
-        texts = [
-            [tokens[at] for at in members[segment]]
-            for segment in sorted({segments[at] for at in mine})
-            if len(members[segment]) >= 2 * plan.block_size
-        ]
-        large = [at for at in mine if len(members[segments[at]]) >= 2 * plan.block_size]
-        if min(len({column[at] for at in large}) for column in (readings, moves)) >= SUBJECT_SEGMENTS and (
-            one_subject(texts)
+    same_words = {at for known in similar for at in known if shared[at]}
+    for prompt in range(len(plan.lengths)):
+        copied_here = {at for at in range(total) if prompts[at] == prompt and copied[at] and not in_place[at]}
+        texts = [mine for mine in members.values() if copied_here >= {*mine} and len(mine) >= 2 * plan.block_size]
+        mine = [at for text in on_one_subject(texts, tokens) for at in text]
+        if min(len({column[at] for at in mine}) for column in (readings, moves)) >= SUBJECT_SEGMENTS and (
+            len(same_words & {*mine}) < SAME_WORDS_SHARE * len(mine)
         ):
             others = [
                 at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
             ]
             for at in mine:
-                wide[at] = bool(others) and at >= others[0]
+                wide[at] |= bool(others) and at >= others[0]
     return wide
 
 
-def one_subject(texts: list[list[int]]) -> bool:
-    """Whether a share of their distinct tokens stand once in each of half of them."""
-    shares = []
-    for text in texts:
-        having = {token: [other.count(token) for other in texts if token in other] for token in set(text)}
-        common = [len(times) >= max(2, len(texts) / 2) and set(times) == {1} for times in having.values()]
-        shares.append(sum(common) / len(common))
-    return sum(shares) / len(shares) >= SUBJECT_SHARE
+def on_one_subject(texts: list[list[int]], tokens: list[int]) -> list[list[int]]:
+    """Those texts (places) of whose distinct tokens a share stand once in each of half of all."""
+    words, found = [[tokens[at] for at in text] for text in texts], []
+    for text, mine in zip(texts, words, strict=True):
+        having = [[other.count(token) for other in words if token in other] for token in set(mine)]
+        common = [len(times) >= max(2, len(texts) / 2) and set(times) == {1} for times in having]
+        if sum(common) >= SUBJECT_SHARE * len(common):
+            found.append(text)
+    return found
 
 
 @examples(150)

@@ -25,7 +25,8 @@ CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equa
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
 MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all behind the first are
-SUBJECT_SHARE = 0.3  # of the distinct tokens of segments, from which on they have one subject
+SAME_WORDS_SHARE = 0.4  # of segments on one subject; with less wording in common, differences tell too little
+SUBJECT_SHARE = 0.2  # of the distinct tokens of a segment, from which on it is on the subject of the others
 SUBJECT_SEGMENTS = 3  # that have one subject, at least
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
@@ -50,9 +51,10 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     first `START_TOKENS` of each segment with a slot. If that would be more than `MOST_SHARE` of the
     candidates' tokens, it is all of these that are not kept.
 
-    Segments can also say the same in other words. Where a prompt does not look alike, but
-    `SUBJECT_SEGMENTS` or more of it have one subject (`SUBJECT_SHARE` of their distinct tokens stand once
-    in each of half of them), all of them behind the first reading are recomputed.
+    Segments can also say the same in other words. `SUBJECT_SEGMENTS` or more have one subject if
+    `SUBJECT_SHARE` of the distinct tokens of each stand once in each of half of all segments. Where less
+    than `SAME_WORDS_SHARE` of them is wording of segments that look alike, all of them behind the first
+    reading are recomputed.
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
@@ -65,12 +67,13 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     segments, counts = text.segments, np.bincount(text.segments)
     wording = text.shared(counts, WORDING_TOKENS)
     candidates = (np.bincount(segments, wording) >= np.maximum(WORDING_SHARE * counts, 1))[segments]
-    found, similar = np.zeros((2, *candidates.shape), bool)
+    found, similar, on_subject = np.zeros((3, *candidates.shape), bool)
     if candidates.any():
         found, similar = _differences(plan, text, counts, wording, candidates, alike_share)
     for prompt in plan.prompts:
-        if not similar[prompt].any() and text.has_one_subject(prompt):
-            found[prompt] = text.copied[prompt] & text.behind_another(prompt, text.copied)
+        on_subject[prompt] = mine = text.on_one_subject(prompt)
+        if (similar & wording)[prompt][mine].sum() < SAME_WORDS_SHARE * mine.sum():
+            found[prompt] |= mine & text.behind_another(prompt, on_subject)
     return torch.from_numpy(found)
 
 
@@ -147,28 +150,30 @@ class _Text:
         behind: np.ndarray = np.logical_or.accumulate(ends)
         return behind
 
-    def has_one_subject(self, prompt: slice) -> bool:
-        """Return whether the copied segments of a prompt, of at least two blocks, have one subject.
+    def on_one_subject(self, prompt: slice) -> np.ndarray:
+        """Return the tokens of copied segments, of at least two blocks, that have one subject: bool [n].
 
         Words that are rare in a text but stand in most texts of a prompt name what they are about;
         the frequent ones stand more than once in each.
         """
+        found = np.zeros(prompt.stop - prompt.start, bool)
         counts = np.bincount(self.segments)
-        mine = prompt.start + np.flatnonzero((self.copied & (counts >= self._least)[self.segments])[prompt])
-        segments = self.segments[mine]
-        firsts = mine[np.diff(segments, prepend=-1) != 0]
-        if min(len(np.unique(where[firsts])) for where in (self._readings, self._moves)) < SUBJECT_SEGMENTS:
-            return False
-        tokens = self._tokens[mine].astype(np.int64)
+        mine = np.flatnonzero((self.copied & (counts >= self._least)[self.segments])[prompt])
+        segments, tokens = self.segments[prompt][mine], self._tokens[prompt][mine].astype(np.int64)
+        number = np.unique(segments).size
+        if number < SUBJECT_SEGMENTS:
+            return found
         size = tokens.max() + 1
         pairs, times = np.unique((segments - segments[0]) * size + tokens, return_counts=True)
-        segments, tokens = np.divmod(pairs, size)
-        found_in = np.bincount(tokens)  # how many segments
-        once = np.bincount(tokens, times) == found_in
-        common = (once & (found_in >= max(2, len(firsts) / 2)))[tokens]
-        distinct = np.bincount(segments)
-        shares = np.bincount(segments, common)[distinct > 0] / distinct[distinct > 0]
-        return bool(shares.mean() >= SUBJECT_SHARE)
+        segment_of, token_of = np.divmod(pairs, size)
+        found_in = np.bincount(token_of)  # how many segments
+        once = np.bincount(token_of, times) == found_in
+        common = (once & (found_in >= max(2, number / 2)))[token_of]
+        on_subject = np.bincount(segment_of, common) >= SUBJECT_SHARE * np.bincount(segment_of).clip(1)
+        mine = mine[on_subject[segments - segments[0]]]
+        if min(len(np.unique(of[prompt][mine])) for of in (self._readings, self._moves)) >= SUBJECT_SEGMENTS:
+            found[mine] = True
+        return found
 
     def values(self, among: np.ndarray) -> np.ndarray:
         """Return the tokens of values that other text replaces in the same context: bool [T].
