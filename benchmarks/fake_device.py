@@ -58,7 +58,7 @@ LAUNCHED = {
 }
 
 _GENERATED = generated._kernel
-_VIEWS = frozenset(
+VIEWS = frozenset(
     (
         "view", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute", "split",
         "split_with_sizes", "unbind", "alias", "as_strided", "detach", "_unsafe_view", "diagonal", "unfold", "chunk",
@@ -229,13 +229,13 @@ class FakeDevice(TorchDispatchMode):
         to_device = any(_is_cuda(value) for value in (kwargs.get("device"), *args) if value is not None)
         if name == "to":
             return self._to(func, args, kwargs)
-        if name not in _ONE_LAUNCH | _VIEWS and not to_device and func.namespace == "aten" and func._can_decompose():
+        if name not in _ONE_LAUNCH | VIEWS and not to_device and func.namespace == "aten" and func._can_decompose():
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if not on_device and not to_device:
-            kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.HOST
+            kind = Kind.VIEW if name in VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.HOST
             self.count(kind, name)
             return func(*args, **kwargs)
         if name == "_flash_attention_forward":  # the CPU has none: its numbers are the caller's to replace
@@ -259,7 +259,7 @@ class FakeDevice(TorchDispatchMode):
             raise RuntimeError(f"{func}: all tensors must be on cuda:0, and {strangers} are on the CPU")
         if name in _SIZED_BY_VALUES or (name == "repeat_interleave" and not kwargs.get("output_size")):
             self.count(Kind.WAIT, name, 8)
-        kind = Kind.VIEW if name in _VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
+        kind = Kind.VIEW if name in VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
         held_args, held_kwargs = tree_map(_held, args), tree_map(_held, kwargs)
         held_args = tree_map(lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args)
         if _is_cuda(kwargs.get("device")):

@@ -21,18 +21,21 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "NUMBA_NUM_THREADS": "1", "VLLM_LOGGING_LE
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
+from vllm.ir.op import enable_torch_wrap
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
 
-from fake_device import FakeDevice, FakeTensor
+from fake_device import VIEWS, FakeDevice, FakeTensor, Kind
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies.full import Full
@@ -50,6 +53,25 @@ def launched(name: str, run: Callable[..., Any], *given: Any, **named: Any) -> A
     if FakeDevice.is_entered():
         return FakeDevice.current.launch(name, run, *given, **named)
     return run(*given, **named)
+
+
+def operations(name: str, run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Run what is no kernel: as one launch for each of its operations."""
+    with enable_torch_wrap(False), OperationCount() as count:
+        made = launched(name, run, *given, **named)
+    for _ in range(count.operations - 1 if FakeDevice.is_entered() else 0):
+        FakeDevice.current.count(Kind.LAUNCH, name)
+    return made
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts operations of PyTorch but views."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += func._schema.name.split("::")[1] not in VIEWS
+        return func(*args, **kwargs or {})
 
 
 class RowAttention:
@@ -107,14 +129,14 @@ class LoadedModel:
     model: torch.nn.Module
 
     @classmethod
-    def of(cls, folder: Path) -> "LoadedModel":
-        """Load the model of a folder in bfloat16."""
-        given = EngineArgs(model=str(folder), enforce_eager=True, dtype="bfloat16", **SETTINGS)
+    def of(cls, folder: Path, **settings: Any) -> "LoadedModel":
+        """Load the model of a folder in bfloat16, with these settings of vLLM."""
+        given = EngineArgs(model=str(folder), dtype="bfloat16", **SETTINGS | {"enforce_eager": True} | settings)
         with set_current_vllm_config(config := given.create_engine_config()), torch.inference_mode():
             if not model_parallel_is_initialized():
                 init_distributed_environment(1, 0, f"file://{mkdtemp()}/store", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
-            with patch.object(torch.accelerator, "empty_cache"):
+            with patch.object(torch.accelerator, "empty_cache"), patch.dict(_ROPE_DICT, clear=True):
                 model = get_model(vllm_config=config)
         config.cache_config.num_gpu_blocks = SETTINGS["num_gpu_blocks_override"]
         for module in model.modules():
@@ -142,14 +164,21 @@ class LoadedModel:
 
 
 def _stand_in(module: Any) -> None:
-    """Make one launch of what is one kernel on CUDA."""
+    """Make one launch of what is one kernel on CUDA. In a compiled server operators run natively until somebody has
+    them dispatched."""
     name = type(module).__name__
-    if isinstance(module, RMSNorm):
-        module._forward_method = partial(launched, name, partial(_norm, module.forward_native))
-    elif isinstance(module, SiluAndMul | RotaryEmbeddingBase):
-        module._forward_method = partial(launched, name, module.forward_native)
+    if isinstance(module, RMSNorm | SiluAndMul | RotaryEmbeddingBase):
+        run = partial(_norm, module.forward_native) if isinstance(module, RMSNorm) else module.forward_native
+        is_native = _is_native(module)
+        module.forward_native, module.forward_cpu = (partial(form, name, run) for form in (operations, launched))
+        module._forward_method = module.forward_native if is_native else module.forward_cpu
     elif isinstance(module, LinearBase | VocabParallelEmbedding):
         module.forward = partial(launched, name, module.forward)
+
+
+def _is_native(operator: Any) -> bool:
+    running = operator._forward_method
+    return getattr(running, "_torchdynamo_orig_callable", running) == operator.forward_native
 
 
 class Recoveries:

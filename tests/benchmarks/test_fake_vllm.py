@@ -1,6 +1,8 @@
 """vLLM's host on a device that is not there: it recovers what it recovers on the CPU, and what it asks is bounded."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -8,8 +10,13 @@ import torch
 
 pytest.importorskip("vllm.config")
 
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.ir.op import IrOp
+from vllm.model_executor.custom_op import CustomOp
+from vllm.platforms import current_platform
 
 from fake_device import FakeDevice, FakeTensor, Kind, Operation
 from fake_vllm import LoadedModel, Recoveries, RowAttention
@@ -114,6 +121,88 @@ def test_what_a_recovery_asks_of_a_device_does_not_grow(on_device: list[dict[str
     assert count_of(few, Kind.WAIT) <= most.waits
     assert count_of(few, Kind.WAITING_UPLOAD) <= most.waiting_uploads
     assert per_layer(few, many, Kind.WAIT, LAYERS) == per_layer(few, many, Kind.WAITING_UPLOAD, LAYERS) == 0
+
+
+def naive_on_device(loaded: LoadedModel, *, fused: bool) -> tuple[list[torch.Tensor], int]:
+    """By layer what the cache then has of the prompt, and how often it launches."""
+    read, [asked] = prompts(TOKENS, 1)
+    host = loaded.host("cuda")
+    recover = Recoveries(host, read, documents(TOKENS), asked)
+    with FakeDevice.current.counting() as operations, host.fused_operators() if fused else nullcontext():
+        recover(parse_policy("naive"))
+    return recover.cached(), count_of(operations, Kind.LAUNCH)
+
+
+@pytest.fixture(scope="module")
+def compiled(models: list[LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    """The same model in servers that compile it, of which one is told to leave an operator native."""
+    make_model(folder := tmp_path_factory.mktemp("compiled"), LAYERS, MAX_LENGTH, VLLM_SHAPE, dtype="bfloat16")
+    given = {"default": [], "rotary": ["-rotary_embedding"]}
+    return {
+        name: LoadedModel.of(folder, enforce_eager=False, compilation_config={"custom_ops": ["none", *operators]})
+        for name, operators in given.items()
+    }
+
+
+def test_a_recovery_in_a_compiled_server_runs_fused_kernels(
+    models: list[LoadedModel], compiled: dict[str, LoadedModel]
+):
+    with torch.inference_mode(), FakeDevice():
+        expected, launches = naive_on_device(models[0], fused=False)
+        found, as_many = naive_on_device(compiled["default"], fused=True)
+        _, native = naive_on_device(compiled["default"], fused=False)
+        _, others = naive_on_device(compiled["rotary"], fused=True)
+    assert as_many == launches
+    assert native > launches + 10 * LAYERS, "nothing ran natively"
+    assert launches < others < native, "an operator that the user has refused was switched, or no other one"
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_operators_are_native_again_after_a_recovery(compiled: dict[str, LoadedModel]):
+    host = compiled["default"].host("cpu")
+    operators = [part for part in compiled["default"].model.modules() if isinstance(part, CustomOp)]
+    before = [part._forward_method for part in operators]
+    priorities = {name: op.get_priority() for name, op in IrOp.registry.items()}
+    meanwhile = []
+    with suppress(KeyError), host.fused_operators():
+        meanwhile += [part._forward_method for part in operators]
+        raise KeyError  # as a policy may
+    assert meanwhile != before
+    assert [part._forward_method for part in operators] == before
+    assert {name: op.get_priority() for name, op in IrOp.registry.items()} == priorities
+
+
+def test_norms_have_the_kernels_of_a_server_that_is_not_compiled(
+    compiled: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+):
+    """Which kernels norms have is decided by a list of providers; on CUDA it depends on whether vLLM compiles."""
+
+    def providers(config: VllmConfig) -> IrOpPriorityConfig:
+        is_compiled = config.compilation_config.mode != CompilationMode.NONE
+        return IrOpPriorityConfig.with_default(["native"] if is_compiled else ["fused", "native"])
+
+    monkeypatch.setattr(current_platform, "get_default_ir_op_priority", providers)
+    norm = IrOp.registry["rms_norm"]
+    monkeypatch.setitem(
+        norm.impls,
+        "fused",
+        SimpleNamespace(
+            provider="fused",
+            supported=True,
+            supports_all_args=True,
+            supports_args=lambda *given: True,
+            func_impl_fn=lambda rows, *given: torch.full_like(rows, 7),
+        ),
+    )
+    for name, op in IrOp.registry.items():
+        if name != "rms_norm":
+            monkeypatch.setitem(op.impls, "fused", op.impls["native"])
+    host, rows = compiled["default"].host("cpu"), torch.ones(2, 4)
+    assert not (norm(rows, torch.ones(4), 1e-6) == 7).any()
+    with host.fused_operators():
+        assert (norm(rows, torch.ones(4), 1e-6) == 7).all()
+    assert not (norm(rows, torch.ones(4), 1e-6) == 7).any()
 
 
 def spread_on_cpu(loaded: LoadedModel, max_rows: int | None = None) -> list[torch.Tensor]:

@@ -217,6 +217,13 @@ class RecoveryQueue:
     @torch.inference_mode()
     def advance(self, budget: int) -> dict[str, RecoveryResult]:
         """Spend budget (token-layers), oldest batch first; returns the outcomes of what has ended."""
+        if not self._batches:
+            return {}
+        with self._host.fused_operators():
+            return self._advance(budget)
+
+    def _advance(self, budget: int) -> dict[str, RecoveryResult]:
+        """The same, with fused kernels."""
         ended: dict[str, RecoveryResult] = {}
         while self._batches and budget > 0:
             batch = self._batches[0]

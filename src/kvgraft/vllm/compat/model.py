@@ -22,6 +22,7 @@ from kvgraft.vllm.compat.decoder_caches import DecoderCaches
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
+from kvgraft.vllm.compat.operators import FusedOperators
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
@@ -49,6 +50,7 @@ class ModelHost(DecoderCaches):
         turnings: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
         head_paging: whether each KV head is an attention layer.
+        fused_operators: a context in which layers run vLLM's fused kernels, though the server is compiled.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -83,6 +85,7 @@ class ModelHost(DecoderCaches):
             for _ in layer.attentions
         ]
         self.windows = [window_of(layer.attention) for layer in self.layers]
+        self.fused_operators = FusedOperators(self.config, (layer.module for layer in self.layers))
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
         self._check_turning()
         self.drafter = Drafter(runner) if has_draft_model(self.config) else None

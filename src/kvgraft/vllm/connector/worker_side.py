@@ -46,7 +46,8 @@ class WorkerSide:
         own_map = None if head_map is None else map_of_rank(head_map, self._config, rank)
         self._queue = RecoveryQueue(host, limit, library, own_map)
         if settings.given_costs is None:
-            self._costs = measure_costs(host, self._config.model_config.max_model_len)
+            with host.fused_operators():
+                self._costs = measure_costs(host, self._config.model_config.max_model_len)
         if settings.store is not None:
             parallel = self._config.parallel_config
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
