@@ -116,9 +116,14 @@ def conversation(kind: Kind, rng: Random, documents: Sequence[str], questions: b
         else:
             window = [*window, new][-WINDOW:]
             base = [history[0], *rng.sample(window, len(window))]
-        asked = _question(rng, base) if questions else _real_question(rng, base)
+        asked = ask(rng, base, testbed=questions)
         yield Turn((*base, asked[0]), asked[1])
         history += [asked[0] + " " + (asked[1] or "it is said above .")]
+
+
+def ask(rng: Random, base: Sequence[str], *, testbed: bool) -> tuple[str, str | None]:
+    """A question about these texts, and its answer if it is known: about facts of the testbed."""
+    return _question(rng, base) if testbed else _real_question(rng, base)
 
 
 def _question(rng: Random, base: Sequence[str]) -> tuple[str, str | None]:

@@ -220,10 +220,15 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         before = (prompts[at - 1], int(plan.segments[at - 1])) if at else None
         number += before != (prompts[at], int(plan.segments[at]))
         segments.append(number)
-    copied = plan.grafted.tolist()
+    copied, in_place = plan.grafted.tolist(), plan.in_place.tolist()
 
     def apart(places: list[int]) -> bool:
         return len({readings[at] for at in places}) > 1 and len({moves[at] for at in places}) > 1
+
+    def of_another_reading(mine: list[int]) -> list[int]:
+        several = len({readings[at] for at in mine if copied[at] and not in_place[at]}) > 1
+        moved_back = {at for at in mine if several and -moves[at] >= len(members[segments[at]]) / 2}
+        return [at for at in mine if readings[at] != readings[mine[0]] or at in moved_back]
 
     def in_shared(length: int) -> list[bool]:
         found: dict[tuple[int, ...], list[int]] = {}
@@ -244,14 +249,12 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         for segment, mine in members.items()
         if sum(shared[at] for at in mine) >= max(WORDING_SHARE * len(mine), 1)
     }
-    alike, similar, in_place = set(), [], plan.in_place.tolist()
+    alike, similar = set(), []
     for prompt in range(len(plan.lengths)):
         mine = [at for at in range(total) if segments[at] in candidates and prompts[at] == prompt]
         known = [at for at in mine if copied[at] and not in_place[at]]
         if sum(phrases[at] for at in known) >= max(alike_share * sum(shared[at] for at in known), 1):
-            others = [
-                at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
-            ]
+            others = of_another_reading(mine)
             alike |= {at for at in known if others and at >= others[0]}
             similar.append(known)
     slots: set[int] = set()
@@ -297,9 +300,7 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         if min(len({column[at] for at in mine}) for column in (readings, moves)) >= SUBJECT_SEGMENTS and (
             len(same_words & {*mine}) < SAME_WORDS_SHARE * len(mine)
         ):
-            others = [
-                at for at in mine if readings[at] != readings[mine[0]] or -moves[at] >= len(members[segments[at]]) / 2
-            ]
+            others = of_another_reading(mine)
             for at in mine:
                 wide[at] |= bool(others) and at >= others[0]
     return wide

@@ -202,7 +202,8 @@ class CacheLookup:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
         grafted = sequence.admitted_plan.grafted_blocks
         is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()  # answers hold none
-        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted)
+        source = sequence.offer.source
+        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted, source)
 
     def _matches(
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False

@@ -21,6 +21,7 @@ from kvgraft.prefill.plan import Kind, Plan
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.cost import Estimate
 from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.readings import spans_of
 from kvgraft.segments.matches import Match
 
 
@@ -123,8 +124,9 @@ class SequenceState:
         self.continued = continued
         self.continuation_keys[:] = continued.keys if continued else ()
         self.offer.reset()
-        self.offer.rest_on((match.start, match.depth + 1) for match in matches)
-        self.offer.rest_on(continued.steps(block_size) if continued else ())
+        self.offer.rest_on(((match.start, match.depth + 1) for match in matches), spans_of(matches))
+        if continued:
+            self.offer.rest_on(continued.steps(block_size), continued.spans)
 
     def decide(self, estimate: Estimate, *, grafts: bool) -> None:
         """Note by which estimate it was decided whether to graft what is known."""

@@ -43,7 +43,8 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
 
     Candidates before the first one of another reading keep what is cached, unless they have moved
     towards the beginning by half of their length: then a similar text may have stood before them.
-    Later ones are recomputed behind them.
+    Later ones are recomputed behind them. Those of one reading keep it all: they were read one behind
+    the other (`reuse.readings`).
 
     A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
     or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
@@ -143,9 +144,10 @@ class _Text:
 
     def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt from the first one in `where`, bool [T], on that has another
-        reading than those before it or has moved back by half of its segment: bool [n]."""
+        reading than those before it or, if there are several, has moved back by half of its segment: bool [n]."""
         readings, moves = self._readings[prompt], self._moves[prompt]
         moved_back = -2 * moves >= np.bincount(self.segments)[self.segments[prompt]]
+        moved_back &= len(np.unique(readings[where[prompt] & self.copied[prompt]])) > 1
         ends = where[prompt] & ((readings != readings[where[prompt]][:1]) | moved_back)
         behind: np.ndarray = np.logical_or.accumulate(ends)
         return behind

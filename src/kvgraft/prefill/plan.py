@@ -46,7 +46,7 @@ class Plan:
         graft_targets: int64 [g], positions in 0..T of the tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
-        graft_readings: int64 [g], identity of the sequence that each one was read in (`Match.source`).
+        graft_readings: int64 [g], identity of what each one was read in (`Match.reading`).
         ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
     """
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvgraft.reuse.readings import WHOLE, Span
+
 K = TypeVar("K", bound=Hashable)  # key of a block in the host's cache
 
 
@@ -15,12 +17,19 @@ class Continued(Generic[K]):
         keys: under which the host's cache has them.
         depths: of their KV, see `Match`.
         grafted: which of them hold tokens that were grafted; the others were computed, behind grafts.
+        sources: of the requests that have left them, see `Offer.source`.
     """
 
     first_block: int
     keys: tuple[K, ...]
     depths: tuple[int, ...]
     grafted: tuple[bool, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """What a prompt was read behind that goes on with it: see `Readings.add`."""
+        return [(source, 0, WHOLE) for source in dict.fromkeys(self.sources)]
 
     @property
     def stop_block(self) -> int:
@@ -56,7 +65,7 @@ class Continuations(Generic[K]):
         self._is_cached = is_cached
         self._num_lost = 0
         self._capacity = 2 * capacity
-        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool]] = {}  # (block before, chain) -> see Continued
+        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool, int]] = {}  # by block before and chain
 
     def __len__(self) -> int:
         """Blocks known, live and dead."""
@@ -70,6 +79,7 @@ class Continuations(Generic[K]):
         keys: Sequence[K],
         depths: Sequence[int],
         grafted: Sequence[bool],
+        source: int,
     ) -> int:
         """Let prompts go on with blocks first_block, ... of a text; how many of them: where others have been left for
         the same text already, prompts follow those.
@@ -79,6 +89,7 @@ class Continuations(Generic[K]):
             chains: `chain_hashes` of all its blocks.
             first_block: the first approximate one.
             keys, depths, grafted: of this block and those behind it, see `Continued`.
+            source: of the request.
         """
         before: Hashable = root
         blocks = zip(chains[first_block:], keys, depths, grafted, strict=False)
@@ -87,7 +98,7 @@ class Continuations(Generic[K]):
             if known is not None and known[0] != key and self._is_cached(known[0]):
                 return count
             if known is None or known[0] != key:
-                self._blocks[before, chain] = key, depth, is_grafted
+                self._blocks[before, chain] = key, depth, is_grafted, source
             before = key
         if len(self._blocks) > self._capacity:
             self._blocks = {place: block for place, block in self._blocks.items() if self._is_cached(block[0])}
@@ -119,7 +130,7 @@ class Continuations(Generic[K]):
         """Forget everything."""
         self._blocks.clear()
 
-    def _follow(self, before: Hashable, chains: Sequence[bytes]) -> Iterator[tuple[K, int, bool]]:
+    def _follow(self, before: Hashable, chains: Sequence[bytes]) -> Iterator[tuple[K, int, bool, int]]:
         following = iter(chains)
         for chain in following:
             block = self._blocks.get((before, chain))

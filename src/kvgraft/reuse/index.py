@@ -6,6 +6,7 @@ import numpy as np
 
 from kvgraft.reuse.offer import Offer
 from kvgraft.reuse.pages import Pages
+from kvgraft.reuse.readings import Readings
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
@@ -62,7 +63,7 @@ class ReuseIndex:
     ) -> list[Match]:
         """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own scope, and of those
         that are shared with it. `similar` adds near-duplicates; without `whole` some heads may lack their KV of it."""
-        return self.segments.match(
+        matches = self.segments.match(
             tokens,
             scope,
             shared=shared,
@@ -72,10 +73,12 @@ class ReuseIndex:
             require_clean_context=self.require_clean_context,
             is_whole=self.is_whole if whole else None,
         )
+        return self.readings.label(matches)
 
     def clear(self) -> None:
         """Forget everything."""
         self.segments = SegmentIndex(self.pool.block_size, self.pool.is_live, *self.cuts)
+        self.readings = Readings()
 
     def take_lost(self) -> int:
         """Blocks that prompts would have grafted, had they not been reclaimed; since the last call."""
@@ -104,6 +107,8 @@ class ReuseIndex:
         for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
             if begin < end:
                 self._register(offer, tokens, pages, slice(begin, end), int(depths[begin]), unlimited)
+        new, size = pages[first:stop], self.pool.block_size
+        self.readings.note(offer.source, offer.spans, new, self.pool.versions_of(new.tolist()), first, size)
         offer.num_registered = max(first, stop)
 
     def register(

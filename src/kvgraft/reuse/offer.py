@@ -6,6 +6,7 @@ from itertools import count
 
 import numpy as np
 
+from kvgraft.reuse.readings import Span
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.store import Chunk
 
@@ -22,6 +23,7 @@ class Offer:
         source: number of this token sequence, of no other one.
         first_approximate: position from which its KV may differ from full recomputation.
         steps: (position, depth) of what it rests on: from that position on its KV has at least this depth.
+        spans: what it was read behind, see `Readings.add`.
         num_registered: leading blocks that were offered; `last_entry` is the index entry of the last of them.
         num_stored: leading blocks that the store was given.
         num_entries: index entries that it has added.
@@ -32,6 +34,7 @@ class Offer:
     source: int = -1
     first_approximate: int = NEVER
     steps: tuple[tuple[int, int], ...] = ()
+    spans: tuple[Span, ...] = ()
     num_registered: int = 0
     last_entry: int = -1
     num_stored: int = 0
@@ -53,11 +56,11 @@ class Offer:
 
     def reset(self, num_exact: int = NEVER) -> None:
         """It rests on nothing approximate; behind its first num_exact tokens its KV is approximate anyway."""
-        self.steps, self.first_approximate = (), num_exact
+        self.steps, self.spans, self.first_approximate = (), (), num_exact
 
-    def rest_on(self, steps: Iterable[tuple[int, int]]) -> None:
-        """From these positions on its KV has at least these depths."""
-        self.steps = (*self.steps, *steps)
+    def rest_on(self, steps: Iterable[tuple[int, int]], spans: Iterable[Span] = ()) -> None:
+        """From these positions on its KV has at least these depths; it was read behind these spans."""
+        self.steps, self.spans = (*self.steps, *steps), (*self.spans, *spans)
         self.first_approximate = min([self.first_approximate, *(position for position, _ in self.steps)])
 
     def restart(self) -> None:

@@ -56,7 +56,8 @@ class Continuing:
         plan, chains = state.plan, self._chains(state, stop)
         grafted = np.zeros(0, bool) if plan is None else plan.grafted_blocks
         is_grafted = np.pad(grafted, (0, stop))[first:stop].tolist()  # answers hold none
-        num_added = self._known.add(state.recovery_key, chains, first, hashes[first:stop], depths, is_grafted)
+        left = hashes[first:stop], depths, is_grafted, state.offer.source
+        num_added = self._known.add(state.recovery_key, chains, first, *left)
         state.num_continuable = first + num_added
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:

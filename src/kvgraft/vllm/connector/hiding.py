@@ -43,7 +43,7 @@ class Hiding:
         state.hashes, state.continued = (first, hashes[first:]), continued
         hashes[first:stop] = continued.keys
         self._rename(hashes, stop)
-        state.offer.rest_on(continued.steps(self._block_size))
+        state.offer.rest_on(continued.steps(self._block_size), continued.spans)
 
     def undo(self, state: RequestState) -> None:
         """vLLM's own hashes stand again, and nothing is approximate."""
@@ -63,7 +63,7 @@ class Hiding:
             self.undo(state)
         else:
             state.offer.reset(state.num_exact)
-            state.offer.rest_on(state.continued.steps(self._block_size))
+            state.offer.rest_on(state.continued.steps(self._block_size), state.continued.spans)
 
     def give_up(self, state: RequestState) -> None:
         """Let go of what a request has hidden, before it gives its blocks back: vLLM would take them for its most

@@ -9,6 +9,7 @@ from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.cost import CostModel
 from kvgraft.reuse.index import ReuseIndex
+from kvgraft.reuse.readings import spans_of
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
@@ -77,7 +78,8 @@ class Planner:
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place)
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         steps = tuple((match.start, match.depth + 1) for match in matches)
-        return None, Candidate(plan, num_prefix, sources, self.pool.versions_of(sources), steps, pages)
+        versions, spans = self.pool.versions_of(sources), tuple(spans_of(matches))
+        return None, Candidate(plan, num_prefix, sources, versions, steps, spans, pages)
 
     def documents(self, state: RequestState) -> list[Match]:
         """Stretches of a prompt that were read before, each in one piece, and none too short; not its last token."""

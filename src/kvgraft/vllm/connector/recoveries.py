@@ -42,7 +42,7 @@ class Recoveries:
         self._rewritten.update(candidate.in_place)
         if candidate.steps:
             self._hiding.hide(state, candidate.steps[0][0])
-            state.offer.rest_on(candidate.steps)
+            state.offer.rest_on(candidate.steps, candidate.spans)
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
         pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(-1, len(tables))

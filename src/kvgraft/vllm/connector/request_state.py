@@ -9,6 +9,7 @@ import numpy as np
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.reuse.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import Control, Report, RequestOptions, frozen_namespace, namespace_label
@@ -20,7 +21,7 @@ class Candidate:
 
     Attributes:
         sources: distinct pages that it grafts from, under `versions`.
-        steps: see `Offer.rest_on`.
+        steps, spans: see `Offer.rest_on`.
         in_place: pages whose approximate KV is recovered where it is; nobody else reads them.
         reserved: what its recovery holds beside all that, from when vLLM is told of it.
     """
@@ -30,6 +31,7 @@ class Candidate:
     sources: list[int]
     versions: np.ndarray  # int64 [len(sources)]
     steps: tuple[tuple[int, int], ...] = ()
+    spans: tuple[Span, ...] = ()
     in_place: tuple[int, ...] = ()
     reserved: Reserved = field(default_factory=Reserved)
 
