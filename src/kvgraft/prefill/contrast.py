@@ -28,6 +28,7 @@ MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, 
 SAME_WORDS_SHARE = 0.4  # of segments on one subject; with less wording in common, differences tell too little
 SUBJECT_SHARE = 0.2  # of the distinct tokens of a segment, from which on it is on the subject of the others
 SUBJECT_SEGMENTS = 3  # that have one subject, at least
+TEXT_TOKENS = 24  # of a segment that may be a text of its own; a shorter one is a sentence of some text
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
@@ -144,11 +145,15 @@ class _Text:
 
     def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt from the first one in `where`, bool [T], on that has another
-        reading than those before it or, if there are several, has moved back by half of its segment: bool [n]."""
+        reading than those before it or, if there are several, has moved back by half of its segment: bool [n].
+        Segments of less than `TEXT_TOKENS` are none that could be read alone: sentences that several texts have."""
         readings, moves = self._readings[prompt], self._moves[prompt]
-        moved_back = -2 * moves >= np.bincount(self.segments)[self.segments[prompt]]
-        moved_back &= len(np.unique(readings[where[prompt] & self.copied[prompt]])) > 1
-        ends = where[prompt] & ((readings != readings[where[prompt]][:1]) | moved_back)
+        sizes = np.bincount(self.segments)[self.segments[prompt]]
+        where = where[prompt] & (sizes >= TEXT_TOKENS)
+        if not where.any():
+            return where
+        several = len(np.unique(readings[where & self.copied[prompt]])) > 1
+        ends = where & ((readings != readings[where][0]) | (several & (-2 * moves >= sizes)))
         behind: np.ndarray = np.logical_or.accumulate(ends)
         return behind
 
