@@ -202,12 +202,15 @@ class FakeDevice(TorchDispatchMode):
         if self._operations is not None:
             self._operations.append(Operation(kind, name, nbytes, _functions()))
 
-    def launch(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Count one launch, and run what gives its numbers on the CPU; RuntimeError for a tensor that is there."""
+    def launch(
+        self, name: str, kernel: Callable[..., Any], *args: Any, nbytes: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Count one launch, and run what gives its numbers on the CPU; RuntimeError for a tensor that is there. Unless
+        it is said what the kernel reads and writes, that is all that it is given."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if strangers := [tensor.shape for tensor in given if not isinstance(tensor, FakeTensor)]:
             raise RuntimeError(f"{name}: all tensors must be on cuda:0, and {strangers} are on the CPU")
-        self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given))
+        self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given) if nbytes is None else nbytes)
         return self._uncounted(kernel, *args, **kwargs)
 
     def _uncounted(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -363,6 +366,7 @@ class FakeDevice(TorchDispatchMode):
     def _launcher(self, name: str) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             known, tensors = self._row_bytes, [value for value in args if isinstance(value, Tensor)]
+            known = _bytes_of_tiles(*args) if name == "_segpaged" else known
             self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in tensors) if known is None else known)
 
         return type("Launcher", (), {"__getitem__": lambda kernel, grid: launch})()
@@ -446,6 +450,15 @@ def _bytes_of_rows(name: str, args: Sequence[Any]) -> int | None:
             return None
     given = (leaf.nbytes for leaf in tree_leaves(rest) if isinstance(leaf, Tensor))
     return int(2 * row * slots.shape[-1] + sum(given))
+
+
+def _bytes_of_tiles(*given: Any) -> int:
+    """Of keys and values that `_segpaged` reads: all that a tile of queries sees, once for each head that sees all."""
+    _, keys, _, _, _, *rest = given
+    tiles, positions, _, places = (_held(value).numpy() for value in rest[:4])
+    _, first, count, is_run, _ = tiles.T
+    seen = int(((positions[first + count - 1] + 1) * (is_run == 0)).sum())
+    return seen * int((places[2] == 0).sum()) * 2 * _row_bytes(keys)
 
 
 def _row_bytes(pool: Tensor) -> int:

@@ -2,12 +2,14 @@
 
 The model, its decoder layers, their attention layers and forward contexts are vLLM's own, and so is all code of KVGraft
 from `RecoveryBatch` down. Three things are stand-ins, each one launch as its kernel on CUDA: norms, rotary embedding,
-activation and matrices run on the CPU; the attention backend writes keys and values to rows of numbers, as
-FlashAttention's cache has them, and attends in plain torch; the metadata builder returns what it is given.
+activation and matrices run on the CPU; the attention backend, which on CUDA has the name of one of vLLM's, writes keys
+and values to rows of numbers, as FlashAttention's cache has them, and attends in plain torch; the metadata builder
+returns what it is given.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.ir.op import enable_torch_wrap
@@ -44,14 +51,15 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.recovery import Job, RecoveryBatch, RecoveryResult
 
 BLOCK = 16
+FLASH_ROWS = 128  # queries of a run and a KV head that read keys and values together
 UNBOUNDED = 1 << 40  # token-layers
 SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 8192, "block_size": BLOCK, "num_gpu_blocks_override": 512}
 
 
-def launched(name: str, run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def launched(name: str, run: Callable[..., Any], *given: Any, nbytes: int | None = None, **named: Any) -> Any:
     """Run one kernel: as one launch while there is a device."""
     if FakeDevice.is_entered():
-        return FakeDevice.current.launch(name, run, *given, **named)
+        return FakeDevice.current.launch(name, run, *given, nbytes=nbytes, **named)
     return run(*given, **named)
 
 
@@ -85,11 +93,17 @@ class RowAttention:
         launched("reshape_and_cache", _write, key, value, cache, slots)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, **named: Any
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, output: Tensor,
+        **named: Any,
+    ) -> Tensor:  # fmt: skip
         """Attend causally, queries and output [n, Hq, d]."""
         tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor
-        attended: Tensor = launched("attention", partial(_attend, self.scale), query, cache, *tables, named["output"])
+        queries = np.diff(metadata.query_start_loc_cpu.numpy()) * (query.shape[1] // cache.shape[1])
+        tiles = -(-queries // FLASH_ROWS)
+        seen = int((tiles * metadata.seq_lens_cpu_upper_bound.numpy()).sum())
+        nbytes = seen * cache.shape[1] * cache.shape[3] * cache.element_size()
+        run = partial(_attend, self.scale)
+        attended: Tensor = launched("attention", run, query, cache, *tables, output, nbytes=nbytes)
         return attended
 
 
@@ -110,6 +124,10 @@ def _attend(
         attended = attend(asking, keys, values, visible, scale=scale, enable_gqa=True)
         output[first:stop] = attended.transpose(0, 1)
     return output
+
+
+def _as_given(common: Any) -> Any:
+    return common
 
 
 def _norm(forward: Callable[..., Any], rows: Tensor, residual: Tensor | None = None) -> Any:
@@ -138,22 +156,25 @@ class LoadedModel:
                 ensure_model_parallel_initialized(1, 1)
             with patch.object(torch.accelerator, "empty_cache"), patch.dict(_ROPE_DICT, clear=True):
                 model = get_model(vllm_config=config)
-        config.cache_config.num_gpu_blocks = SETTINGS["num_gpu_blocks_override"]
+        config.cache_config.num_gpu_blocks = config.cache_config.num_gpu_blocks_override
         for module in model.modules():
             _stand_in(module)
         return cls(config, model)
 
     @torch.inference_mode()
-    def host(self, device: str) -> ModelHost:
-        """Return its host, whose cache is on the CPU or on "cuda"."""
+    def host(self, device: str, backend: str = "FLASH_ATTN", build: Callable[[Any], Any] = _as_given) -> ModelHost:
+        """Return its host, whose cache is on the CPU or on "cuda", with an attention backend of this name and what
+        builds its metadata."""
         attentions = self.config.compilation_config.static_forward_context
         for attention in attentions.values():
             attention.impl = RowAttention(attention.impl.scale)
+            attention.attn_backend = SimpleNamespace(get_name=lambda: backend, forward_includes_kv_cache_update=False)
             attention.use_direct_call = True
-            shape = SETTINGS["num_gpu_blocks_override"], attention.num_kv_heads, BLOCK, 2 * attention.head_size
+            blocks = self.config.cache_config.num_gpu_blocks
+            shape = blocks, attention.num_kv_heads, BLOCK, 2 * attention.head_size
             attention.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         spec = next(iter(attentions.values())).get_kv_cache_spec(self.config)
-        builder = SimpleNamespace(kv_cache_spec=spec, build=lambda _, common, fast_build: common)
+        builder = SimpleNamespace(kv_cache_spec=spec, build=lambda _, common, fast_build: build(common))
         group = SimpleNamespace(layer_names=list(attentions), get_metadata_builder=lambda: builder)
         cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         runner = SimpleNamespace(
@@ -181,6 +202,16 @@ def _is_native(operator: Any) -> bool:
     return getattr(running, "_torchdynamo_orig_callable", running) == operator.forward_native
 
 
+@contextmanager
+def process_groups() -> Iterator[None]:
+    """Those that models make when they are loaded, unless they are there: an engine of this process makes its own."""
+    was_initialised = model_parallel_is_initialized()
+    yield
+    if not was_initialised:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
 class Recoveries:
     """One prompt of documents that were read before, recovered into the same blocks again and again.
 
@@ -193,23 +224,27 @@ class Recoveries:
         count = -(-len(read) // BLOCK)
         self._source, self._table = np.arange(1, count + 1), np.arange(count + 1, count + 1 - -len(prompt) // BLOCK)
         self._matches = [self._match(read, document) for document in documents]
-        self._recover(Full(), read, Plan.for_prompt(len(read), BLOCK), self._source)
+        self._recover(Full(), read, Plan.for_prompt(len(read), BLOCK), [self._source])
 
     @torch.inference_mode()
     def forget(self) -> None:
         """Clear its blocks."""
         self._host.clear(torch.from_numpy(self._table))
 
-    def __call__(self, policy: Policy) -> RecoveryResult:
-        """Recover it under this policy."""
+    def __call__(self, policy: Policy, copies: int = 1) -> RecoveryResult:
+        """Recover it under this policy, as the first of so many prompts, each in blocks of its own."""
         matches = self._matches if policy.uses_grafts else []
         plan = Plan.for_prompt(len(self._prompt), BLOCK, matches=matches)
-        return self._recover(policy, self._prompt, plan, self._table)
+        return self._recover(policy, self._prompt, plan, [self._table_of(number) for number in range(copies)])
 
-    def cached(self) -> list[Tensor]:
-        """By layer what the cache has of the prompt: [T, Hkv, 2 d]."""
-        caches = (_held(attention.kv_cache)[self._table] for attention in self._host.attentions)
+    def cached(self, number: int = 0) -> list[Tensor]:
+        """By layer what the cache has of one of the prompts: [T, Hkv, 2 d]."""
+        table = self._table_of(number)
+        caches = (_held(attention.kv_cache)[table] for attention in self._host.attentions)
         return [cache.transpose(1, 2).flatten(0, 1)[: len(self._prompt)] for cache in caches]
+
+    def _table_of(self, number: int) -> np.ndarray:
+        return self._table + number * len(self._table)
 
     def _match(self, read: Sequence[int], document: range) -> Match:
         text, size = list(read[document.start : document.stop]), len(document)
@@ -218,14 +253,17 @@ class Recoveries:
         return Match(start, size, document.start, pages.astype(np.int32), 0, 0)
 
     @torch.inference_mode()
-    def _recover(self, policy: Policy, tokens: Sequence[int], plan: Plan, table: np.ndarray) -> RecoveryResult:
+    def _recover(
+        self, policy: Policy, tokens: Sequence[int], plan: Plan, tables: Sequence[np.ndarray]
+    ) -> RecoveryResult:
         pages = np.unique(plan.graft_sources.numpy() // BLOCK)[:, None]
-        job = Job("prompt", policy, plan, np.array(tokens), (table,), pages)
-        batch = RecoveryBatch(self._host, None, None, [job])  # type: ignore[arg-type]  # no library: nothing is kept
+        given = policy, plan, np.array(tokens)
+        jobs = [Job(str(number), *given, (table,), pages) for number, table in enumerate(tables)]
+        batch = RecoveryBatch(self._host, None, None, jobs)  # type: ignore[arg-type]  # no library: nothing is kept
         batch.advance(UNBOUNDED)
-        if batch.outcomes is None or batch.outcomes["prompt"].failure:
+        if batch.outcomes is None or any(outcome.failure for outcome in batch.outcomes.values()):
             raise ValueError(f"{policy} failed: {batch.outcomes}")
-        return batch.outcomes["prompt"]
+        return batch.outcomes["0"]
 
 
 def _held(tensor: Tensor) -> Tensor:

@@ -12,15 +12,14 @@ pytest.importorskip("vllm.config")
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.kernel import IrOpPriorityConfig
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.ir.op import IrOp
 from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
 
 from fake_device import FakeDevice, FakeTensor, Kind, Operation
-from fake_vllm import LoadedModel, Recoveries, RowAttention
+from fake_vllm import LoadedModel, Recoveries, RowAttention, process_groups
 from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.compat import group_attention
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
 from launches import MAX_LENGTH, VLLM_POLICIES, VLLM_SHAPE, count_of, documents, per_layer, prompts
@@ -33,19 +32,19 @@ class Most(NamedTuple):
     """What one recovery of 4 layers may ask of a device: a bound for each column of the table."""
 
     launches: int
-    a_layer: float  # launches that one more layer adds; a stock layer is 12
+    a_layer: float  # launches that one more layer adds; a stock layer is 12, and may be 11 and 2 of our attention
     waits: int
     waiting_uploads: int
 
 
 MOST = {
     "full": Most(62, 13, 2, 0),
-    "naive": Most(71, 13, 2, 0),
-    "epic": Most(71, 13, 2, 0),
-    "cacheblend": Most(100, 13, 4, 0),
-    "sparsex": Most(88, 13.5, 3, 0),
-    "transitive": Most(167, 13, 5, 0),
-    "spread": Most(195, 16, 5, 0),
+    "naive": Most(78, 14, 2, 0),
+    "epic": Most(78, 14, 2, 0),
+    "cacheblend": Most(106, 14, 4, 0),
+    "sparsex": Most(95, 14, 3, 0),
+    "transitive": Most(178, 14, 5, 0),
+    "spread": Most(204, 17, 5, 0),
 }
 ROUNDING = 0.03  # relative, of KV in bfloat16 behind some layers
 
@@ -87,11 +86,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
     folder = tmp_path_factory.mktemp("models")
     for layers in (LAYERS, 2 * LAYERS):
         make_model(folder / str(layers), layers, MAX_LENGTH, VLLM_SHAPE, dtype="bfloat16")
-    was_initialised = model_parallel_is_initialized()
-    yield [LoadedModel.of(folder / str(layers)) for layers in (LAYERS, 2 * LAYERS)]
-    if not was_initialised:  # an engine of this process makes its own
-        destroy_model_parallel()
-        destroy_distributed_environment()
+    with process_groups():
+        yield [LoadedModel.of(folder / str(layers)) for layers in (LAYERS, 2 * LAYERS)]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +97,9 @@ def on_device(models: list[LoadedModel]) -> list[dict[str, Recovered]]:
 
 
 def test_every_policy_recovers_on_it_what_it_recovers_on_the_cpu(
-    models: list[LoadedModel], on_device: list[dict[str, Recovered]]
+    models: list[LoadedModel], on_device: list[dict[str, Recovered]], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(group_attention, "DEVICES", ("cpu", "cuda"))
     for policy, expected in recovered(models[0], "cpu").items():
         found = on_device[0][policy]
         for layer, (mine, theirs) in enumerate(zip(found.cached, expected.cached, strict=True)):

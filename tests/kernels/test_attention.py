@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,10 @@ def dense_heads(count: int) -> LayerHeads:
     return LayerHeads(tuple(range(count)), (0,) * count, (False,) * count)
 
 
-def check(layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dtype: torch.dtype, name: str) -> None:
+def check(
+    layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dtype: torch.dtype, name: str
+) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """What the kernel was given, and its result."""
     torch.manual_seed(1)
     query_heads, size = shape
     keys, values = filled(layout, heads, size, dtype)
@@ -81,6 +85,7 @@ def check(layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dt
     actual = segpaged_attention(*arguments, implementation=name)
     assert torch.isfinite(expected).all()
     compare(actual, expected)
+    return arguments, actual
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -131,6 +136,20 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
         give_back(layout, page_list)
     check(layout, heads, (6, 80), dtype, implementation)
+
+
+@pytest.mark.parametrize("flash_attends", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_the_result_goes_where_it_shall(implementation: str, flash_attends: bool, request: pytest.FixtureRequest):
+    if flash_attends and implementation == "triton":
+        request.getfixturevalue("flash")
+    layout = layout_of("long run among scattered")
+    arguments, result = check(layout, dense_heads(3), (6, 80), torch.bfloat16, implementation)
+    rows = torch.full((len(result) + 2, *result.shape[1:]), 7.0).to(result)
+    output = rows[2:]
+    assert segpaged_attention(*arguments, output, implementation=implementation) is output
+    assert torch.equal(output, result)
+    assert (rows[:2] == 7).all()
 
 
 @pytest.fixture

@@ -72,7 +72,13 @@ for dtype in DTYPES:
         query, pages = torch.zeros(2, query_heads // kv_heads, dim, dtype=dtype), torch.zeros(9, 16, dim, dtype=dtype)
         tables, lengths = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
         dispatch.block_sparse_attention(query, pages, pages, tables, lengths, 1.0, implementation="triton")
-by_block = torch.zeros(9, 16, 2, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, dim=3)  # as vLLM's caches
+cache = torch.zeros(9, 16, 8, 256, dtype=torch.bfloat16)  # as vLLM's caches: streams of heads overlap
+keys, values = (cache.as_strided((8, 2000, 128), (256, 128, 1), first) for first in (0, 128))
+rows = torch.zeros(100, 48 * 128, dtype=torch.bfloat16)
+query, heads = rows[:, : 32 * 128].view(100, 32, 128), LayerHeads(tuple(range(8)), (0,) * 8, (False,) * 8)
+given = heads, prompt, 1.0, torch.zeros(130, 32, 128, dtype=torch.bfloat16)[30:]
+dispatch.segpaged_attention(query, keys, values, *given, implementation="triton")
+by_block = torch.zeros(9, 16, 2, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, dim=3)
 query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
 dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, implementation="triton")
 """

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NewType
 
@@ -130,6 +131,13 @@ HANDED = {
     ("compat/model.py", "", "builder"): BUILDERS,
     ("compat/model.py", "", "self._builders[0]"): BUILDERS,
     ("compat/model.py", "", "self._builders[0].kv_cache_spec"): SPEC,
+    ("compat/group_attention.py", "", "config"): CONFIG,
+    ("compat/group_attention.py", "", "config.compilation_config"): "vllm.config:CompilationConfig",
+    ("compat/group_attention.py", "", "config.model_config"): MODEL_CONFIG,
+    ("compat/group_attention.py", "", "config.scheduler_config"): SCHEDULING,
+    ("compat/group_attention.py", "", "layer"): ATTENTION,
+    ("compat/group_attention.py", "", "layers[0]"): ATTENTION,
+    ("compat/group_attention.py", "of", "group"): "vllm.v1.worker.utils:AttentionGroup",
     ("compat/head_attention.py", "", "builder"): BUILDERS.split()[0],
     ("compat/head_attention.py", "", "part"): BUILDERS.split()[0],
     ("compat/head_attention.py", "", "attention"): ATTENTION,
@@ -512,6 +520,31 @@ def test_layers_can_be_run_in_steps(architecture: str):
     assert re.search(added + r"hidden_states, residual\)\n", forward), "the residual stream is not added to as it is"
     assert "self.input_layernorm(hidden_states, residual)" in forward, "DecoderLayer.after_attention leaves it out"
     assert any("output, _ = self.o_proj(attn_output)" in inspect.getsource(m) for m in modules)
+
+
+def test_backends_attend_to_the_rows_that_their_metadata_say():
+    """Our kernel attends to those behind them, in the layers in which an implementation computes nothing unusual."""
+    called = inspect.getsource(resolve("vllm.model_executor.layers.attention.attention:unified_attention_with_output"))
+    assert re.search(r"self\.impl\.forward\(\s*self,\s*query,\s*key,\s*value,\s*kv_cache,", called)
+    assert "output=output," in called
+    backends = {name: source_of(f"{BACKENDS}{name.lower()}") for name in ("flash_attn", "flashinfer", "triton_attn")}
+    for source in backends.values():
+        for name in ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "kv_sharing_target_layer_name"):
+            assert f"self.{name}" in source
+        assert "query[:num_actual_tokens]" in source
+        assert "output[:num_actual_tokens]" in source
+    taken = "layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+    for name in IMPLS.split()[1:]:
+        assert list(inspect.signature(resolve(name).forward).parameters)[1:] == taken.split()
+    assert "max_num_reqs + 1, dtype=torch.int32" in backends["flashinfer"], "its buffers are for `max_num_seqs` runs"
+
+
+def source_of(module: str) -> str:
+    """Of a module that may want what is not installed."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text()
 
 
 def test_adapters_are_loaded_set_and_removed_where_we_stand():

@@ -200,6 +200,7 @@ def segpaged_attention(
     heads: LayerHeads,
     layout: AttentionLayout,
     scale: float,
+    output: Tensor | None = None,
     *,
     implementation: str | None = None,
 ) -> Tensor:
@@ -213,6 +214,7 @@ def segpaged_attention(
         keys, values: [streams, num_slots, d], the pool.
         heads: where the layer's KV heads lie and what they see.
         scale: of the logits, usually d ** -0.5.
+        output: where the result goes, contiguous; by default it is made.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
@@ -221,7 +223,7 @@ def segpaged_attention(
     if not layout.contexts:
         return torch.empty_like(query)
     run = kernel("segpaged_attention", keys.device.type, implementation)
-    attended: Tensor = run(query, keys, values, heads, layout, scale)
+    attended: Tensor = run(query, keys, values, heads, layout, scale, output)
     return attended
 
 

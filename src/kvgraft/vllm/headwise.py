@@ -13,8 +13,9 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout, joined
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
+from kvgraft.vllm.chunks import PrefillChunk
 from kvgraft.vllm.layers import entering
-from kvgraft.vllm.prefill import PROJECT, PrefillChunk, VllmPrefill
+from kvgraft.vllm.prefill import PROJECT, VllmPrefill
 
 ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
 
@@ -212,7 +213,7 @@ class HeadwisePrefill(VllmPrefill):
         super()._forget_metadata()
         self._head_metadata.clear()
 
-    def _cut(self, where: Tensor, positions: Sequence[Tensor]) -> list[PrefillChunk]:
+    def _cut(self, where: Tensor, positions: Sequence[Tensor], *, splits: bool = False) -> list[PrefillChunk]:
         chunks, sees = super()._cut(where, positions), (self.head_map.sinks, self.head_map.window)
         places = torch.arange(self.plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
         self._layouts = [AttentionLayout.of([positions[0][chunk.rows]], [places], *sees) for chunk in chunks]

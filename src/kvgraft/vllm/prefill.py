@@ -1,16 +1,13 @@
-"""vLLM's side of the prefill protocol: policies run through the stock decoder layers and the stock paged attention."""
+"""vLLM's side of the prefill protocol: policies run through the stock decoder layers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.layout import joined
+from kvgraft.kernels.layout import AttentionLayout, joined
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
@@ -20,7 +17,9 @@ from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
+from kvgraft.vllm.chunks import LayerOutput, PrefillChunk, Run, cut, halves, long_first, runs_of
 from kvgraft.vllm.compat.alignment import Alignment
+from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention, RowsMetadata
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.groups import NULL_PAGE
@@ -30,39 +29,6 @@ Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
 PROJECT = 4  # queries, keys and values are a quarter of a layer's work
 ALIGN_COST = 16  # tokens aligned in a layer that weigh as much as one token computed in it
-
-
-@dataclass
-class PrefillChunk:
-    """Rows [start, stop) of what a layer computes; `metadata` is made when first needed and after every pause."""
-
-    rows: slice
-    positions: Tensor  # int64 [n]
-    slots: Tensor  # int64 [groups, n]
-    runs: list[tuple[int, int, int]]  # prompt, first position, stop position
-    metadata: list[Any] | None = None
-
-
-class LayerOutput(Hidden):
-    """What has left a layer: hidden states and residuals [m, D] of the chunks of rows, as they were computed. They are
-    copied to one tensor [n, 2, D] only if somebody asks for their `states`."""
-
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], where: Tensor) -> None:
-        vars(self).update(parts=parts, where=where)
-
-    parts: Sequence[tuple[Tensor, Tensor]]
-
-    @property
-    def states(self) -> Tensor:
-        """As in the protocol."""
-        sizes, first = [len(hidden) for hidden, _ in self.parts], self.parts[0][0]
-        states = first.new_empty(sum(sizes), 2, first.shape[1])
-        for part, into in zip(self.parts, states.split(sizes), strict=True):
-            torch.stack(part, dim=1, out=into)
-        return states
-
-    def with_states(self, states: Tensor) -> Hidden:
-        return Hidden(states, self.where)
 
 
 class VllmPrefill(PagedPrefill):
@@ -153,7 +119,7 @@ class VllmPrefill(PagedPrefill):
             where &= before.where
         taken = entered or [hidden] * drafter.takes_hidden
         tokens, states = drafter.inputs_of(self.token_ids, where), [before.only(where).states for before in taken]
-        for chunk in self._chunks_of(where):
+        for chunk in self._cut(where, self._rows_of(where)):
             self._spend(chunk.positions.numel())
             given = None
             if entered:
@@ -214,21 +180,21 @@ class VllmPrefill(PagedPrefill):
             self.project(index, hidden)
             before_attention()
             before_attention = None
+        rebuilds = len(chunks) > 1 and (self._host.is_latent or self._host.attention.max_long_runs is not None)
         parts, queries = [], []
         for number, chunk in enumerate(chunks):
-            if self._spend(chunk.positions.numel()) or (self._host.is_latent and len(chunks) > 1):
+            if self._spend(chunk.positions.numel()) or rebuilds:
                 self._forget_metadata()
             with self._timed(stage):
-                chunk.metadata = chunk.metadata or self._host.metadata(chunk.runs, self._tables, chunk.slots)
-                before = entering(index, _halves(hidden, number, chunk))
+                metadata, before = self._rows_metadata(chunk), entering(index, halves(hidden, number, chunk))
                 after = self._host.run_layer(
-                    index, chunk.metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
+                    index, metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
                 )
                 parts.append(after[:2])
                 queries.append(after[2])
         self.computed += self._counts
         self._query = (index, hidden.where, joined(queries))
-        after_layer = LayerOutput(parts, hidden.where)
+        after_layer = LayerOutput(parts, hidden.where, chunks)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
         return after_layer
@@ -239,7 +205,7 @@ class VllmPrefill(PagedPrefill):
             if self._spend(chunk.positions.numel() // PROJECT):
                 self._forget_metadata()
             with self._timed("select"):
-                before = entering(index, _halves(hidden, number, chunk))
+                before = entering(index, halves(hidden, number, chunk))
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
         self._query = (index, hidden.where, joined(queries))
 
@@ -329,39 +295,64 @@ class VllmPrefill(PagedPrefill):
     def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
         if self._where is None or not self._where.equal(where):
             positions = self._rows_of(where)
-            self._where, self._chunks = where, self._cut(where, positions)
+            self._where, self._chunks = where, self._cut(where, positions, splits=True)
             self._counts = np.array([p.numel() for p in positions])
         return self._chunks
 
-    def _cut(self, where: Tensor, positions: Sequence[Tensor]) -> list[PrefillChunk]:
-        flat, total = torch.cat(list(positions)), sum(p.numel() for p in positions)
-        places, slots = upload(self._host.device, flat, self._known_slots[:, where])
+    def _cut(self, where: Tensor, positions: Sequence[Tensor], *, splits: bool = False) -> list[PrefillChunk]:
+        """With `splits`, long runs come first where our kernel takes the others."""
+        flat, slots, attention = torch.cat(list(positions)), self._known_slots[:, where], self._host.attention
         prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
-        edges = [*range(0, total, self._host.max_rows), total]
-        chunks = []
-        for first, stop in pairwise(edges):
-            runs = _runs(prompts[first:stop], flat[first:stop].numpy())
-            chunks.append(PrefillChunk(slice(first, stop), places[first:stop], slots[:, first:stop], runs))
+        chunks, start = [], 0
+        for runs in cut(runs_of(prompts, flat.numpy()), self._host.max_rows, attention.max_runs):
+            rows = slice(start, start + sum(stop - first for _, first, stop in runs))
+            chunks.append(self._chunk(rows, flat[rows], slots[:, rows], runs, splits and attention.splits_rows))
+            start = rows.stop
         return chunks
+
+    def _chunk(self, rows: slice, known: Tensor, slots: Tensor, runs: list[Run], splits: bool) -> PrefillChunk:
+        order, num_long = list[Tensor](), len(runs)
+        if splits:
+            runs, num_long, moved = long_first(runs, LONG_RUN, self._host.attention.max_long_runs)
+            if 0 < num_long < len(runs):
+                known, slots, order = known[moved], slots[:, moved], [moved]
+        positions, slots, *order = upload(self._host.device, known, slots, *order)
+        return PrefillChunk(rows, positions, slots, known, runs, num_long, order[0] if order else None)
+
+    def _rows_metadata(self, chunk: PrefillChunk) -> list[RowsMetadata]:
+        if chunk.layouts is None:
+            chunk.layouts = [self._layout_of(chunk, group) for group in self._host.attention.groups]
+        if chunk.metadata is None:
+            chunk.metadata = self._host.metadata(chunk.runs, self._tables, chunk.slots, chunk.num_long, chunk.layouts)
+        return chunk.metadata
+
+    def _layout_of(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
+        """The rows that our kernel takes in layers of a group, if it takes any."""
+        if group.pool is None or chunk.num_long == len(chunk.runs):
+            return None
+        prompts, positions = chunk.scattered()
+        return AttentionLayout.of(positions, [self._pool_slots(prompt, group.number, group.pool) for prompt in prompts])
+
+    @memoised
+    def _pool_slots(self, prompt: int, group: int, pool: PoolLayout) -> Tensor:
+        """Where the tokens of a prompt lie in the pools of a group's layers, int64 [1, T]."""
+        return pool.rows(self._slots[prompt][group, : self.plan.lengths[prompt]])
+
+    def _last_query(self) -> tuple[int, Tensor, Tensor]:
+        """Queries in the order of their tokens."""
+        index, where, query = super()._last_query()
+        chunks = self._chunks_of(where)
+        if all(chunk.order is None for chunk in chunks):
+            return index, where, query
+        ordered = torch.empty_like(query)
+        for chunk in chunks:
+            chunk.put_into(ordered, query[chunk.rows])
+        return index, where, ordered
 
     def _forget_metadata(self) -> None:
         """What a backend prepared may point into buffers that other steps, or chunks of latents, have used since."""
         for chunk in self._chunks:
             chunk.metadata = None
-
-
-def _halves(hidden: Hidden, number: int, chunk: PrefillChunk) -> Sequence[Tensor]:
-    """Hidden states and residuals [n, D] of the rows of a chunk, the number of which is given."""
-    if isinstance(hidden, LayerOutput):
-        return hidden.parts[number]  # rows are always cut alike
-    return hidden.states[chunk.rows].unbind(1)
-
-
-def _runs(prompts: np.ndarray, positions: np.ndarray) -> list[tuple[int, int, int]]:
-    """(prompt, first position, stop position) of the maximal runs of consecutive positions of one prompt."""
-    cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(prompts) != 0)) + 1
-    edges = [0, *cuts.tolist(), len(positions)]
-    return [(int(prompts[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairwise(edges) if a < b]
 
 
 @torch.inference_mode()

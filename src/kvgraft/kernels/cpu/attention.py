@@ -19,10 +19,16 @@ TILES = 64  # tiles of windows that are copied at a time
 
 
 def segpaged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: LayerHeads,
+    layout: AttentionLayout,
+    scale: float,
+    output: Tensor | None = None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`."""
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format) if output is None else output
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
     attend = _decode if layout.decodes else _prefill
     for head_set in heads.whole:

@@ -11,10 +11,16 @@ from kvgraft.kernels.long_runs import Sequences
 
 
 def segpaged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: LayerHeads,
+    layout: AttentionLayout,
+    scale: float,
+    output: Tensor | None = None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; one head of one prompt at a time, masked, in float32."""
-    output = torch.empty_like(query)
+    output = torch.empty_like(query) if output is None else output
     size = query.shape[1] // len(heads.streams)  # query heads of a KV head
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         here, at = torch.arange(context.seen, device=keys.device), context.device_positions[:, None]

@@ -34,17 +34,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def segpaged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: LayerHeads,
+    layout: AttentionLayout,
+    scale: float,
+    output: Tensor | None = None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
     is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]  # as `read_rows` needs it
     runs = _long_runs(query, keys, heads, layout) if is_plain else None
     if runs is None:
-        return _paged(query, keys, values, heads, layout, scale)
-    if len(heads.whole) == 1 and not heads.windowed:
+        return _paged(query, keys, values, heads, layout, scale, output=output)
+    if output is None and len(heads.whole) == 1 and not heads.windowed:
         output = _flash(query, keys, values, heads.whole[0], runs, scale)
     else:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format) if output is None else output
         queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
         for head_set in heads.whole:
             asking = queries[:, head_set.places]

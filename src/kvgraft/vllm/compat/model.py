@@ -1,7 +1,7 @@
 """The loaded model and its cache, on whatever platform vLLM runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvgraft.kernels.layout import joined
+from kvgraft.kernels.layout import AttentionLayout, joined
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import head_attention, latent
@@ -22,6 +22,7 @@ from kvgraft.vllm.compat.decoder_caches import DecoderCaches
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
+from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata
 from kvgraft.vllm.compat.operators import FusedOperators
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.residuals import ResidualStreams
@@ -49,6 +50,7 @@ class ModelHost(DecoderCaches):
             there is one.
         turnings: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
+        attention: what attends to the rows of a recovery.
         head_paging: whether each KV head is an attention layer.
         fused_operators: a context in which layers run vLLM's fused kernels, though the server is compiled.
 
@@ -93,6 +95,7 @@ class ModelHost(DecoderCaches):
             self.attentions = [*self.attentions, *self.drafter.attentions]
             self.group_of += [0] * len(self.drafter.attentions)
             self.turnings += [KeyTurning(self.drafter.rope)] * len(self.drafter.attentions)
+        self.attention = RecoveryAttention.of(groups, self.config, self.device, drafts=self.drafter is not None)
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
         first_names = [names[own[0]] for own in self._attentions_of]
@@ -137,17 +140,26 @@ class ModelHost(DecoderCaches):
         queries: Sequence[tuple[int, int, int]],
         tables: Sequence[Sequence[np.ndarray]],
         slots: Tensor,
-    ) -> list[Any]:
-        """Attention metadata of runs as pseudo-sequences, from the backends' own (dense) builders, for `run_layer`.
+        num_long: int,
+        scattered: Sequence[AttentionLayout | None],
+    ) -> list[RowsMetadata]:
+        """What `run_layer` takes, by metadata builder: of runs as pseudo-sequences, from the backend's own (dense) one.
 
         Args:
             queries: per run (prompt, first position, stop position).
             tables: by group, per prompt its physical blocks, int [b].
             slots: int64 [groups, n], the slot of every query.
+            num_long: how many runs stand before those in `scattered`.
+            scattered: by builder the queries that our kernel takes, if it takes any.
         """
-        common = [self.common_metadata(queries, *of_group) for of_group in zip(tables, slots, strict=True)]
-        groups = zip(self._builders, self._group_of_builder, strict=True)
-        return [builder.build(0, common[group], fast_build=True) for builder, group in groups]
+        found = []
+        for builder, group, layout in zip(self._builders, self.attention.groups, scattered, strict=True):
+            runs, backend = queries if layout is None else queries[:num_long], None
+            if runs:
+                common = self.common_metadata(runs, tables[group.number], slots[group.number])
+                backend = builder.build(0, common, fast_build=True)
+            found.append(RowsMetadata(backend, group.pool, layout))
+        return found
 
     def common_metadata(
         self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
@@ -171,7 +183,7 @@ class ModelHost(DecoderCaches):
             max_query_len=int(sizes.max()),
             max_seq_len=int(seen.max()),
             block_table_tensor=own_rows,
-            slot_mapping=slots,
+            slot_mapping=slots[: int(starts[-1])],
             causal=True,
             seq_lens_cpu_upper_bound=seen,
             is_prefilling=torch.ones(len(queries), dtype=torch.bool),
@@ -180,7 +192,7 @@ class ModelHost(DecoderCaches):
     def run_layer(
         self,
         index: int,
-        metadata: Sequence[Any],
+        metadata: Sequence[RowsMetadata],
         slots: Tensor,
         positions: Tensor,
         hidden: Tensor,
@@ -332,13 +344,19 @@ class ModelHost(DecoderCaches):
         return torch.full_like(positions, NO_SLOT).expand(1 + max(self.group_of), -1)
 
     @contextmanager
-    def _context(self, index: int, slots: Tensor, metadata: Sequence[Any] | None = None) -> Iterator[None]:
+    def _context(self, index: int, slots: Tensor, metadata: Sequence[RowsMetadata] = ()) -> Iterator[None]:
         count = slots.shape[1]
         self.adapters.map_rows(count)
         names = {self.attentions[at].layer_name: at for at in self.attentions_of(index)}
-        by_layer = None if metadata is None else {name: metadata[self._builder_of[at]] for name, at in names.items()}
         places = {name: slots[self.group_of[at]] for name, at in names.items()}
-        with set_forward_context(by_layer, self.config, num_tokens=count, slot_mapping=places, skip_compiled=True):
+        of_layer = {name: metadata[self._builder_of[at]] for name, at in names.items()} if metadata else {}
+        given = {name: rows.backend for name, rows in of_layer.items()} or None
+        with ExitStack() as stack:
+            for name, rows in of_layer.items():
+                stack.enter_context(rows.attending(self.attentions[names[name]]))
+            stack.enter_context(
+                set_forward_context(given, self.config, num_tokens=count, slot_mapping=places, skip_compiled=True)
+            )
             yield
 
     def _stores_apart(self, index: int) -> bool:
