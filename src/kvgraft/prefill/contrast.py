@@ -42,10 +42,8 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     wording. The candidates of a prompt look alike if at least `alike_share` of their shared wording
     lies in shared runs of `PHRASE_TOKENS`.
 
-    Candidates before the first one of another reading keep what is cached, unless they have moved
-    towards the beginning by half of their length: then a similar text may have stood before them.
-    Later ones are recomputed behind them. Those of one reading keep it all: they were read one behind
-    the other (`reuse.readings`).
+    Candidates before the first one of another reading keep what is cached, and later ones are
+    recomputed behind them. Those of one reading were read one behind the other (`reuse.readings`).
 
     A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
     or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
@@ -145,15 +143,11 @@ class _Text:
 
     def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt from the first one in `where`, bool [T], on that has another
-        reading than those before it or, if there are several, has moved back by half of its segment: bool [n].
-        Segments of less than `TEXT_TOKENS` are none that could be read alone: sentences that several texts have."""
-        readings, moves = self._readings[prompt], self._moves[prompt]
-        sizes = np.bincount(self.segments)[self.segments[prompt]]
+        reading than those before it: bool [n]. Segments of less than `TEXT_TOKENS` are none that could be
+        read alone: sentences that several texts have."""
+        readings, sizes = self._readings[prompt], np.bincount(self.segments)[self.segments[prompt]]
         where = where[prompt] & (sizes >= TEXT_TOKENS)
-        if not where.any():
-            return where
-        several = len(np.unique(readings[where & self.copied[prompt]])) > 1
-        ends = where & ((readings != readings[where][0]) | (several & (-2 * moves >= sizes)))
+        ends = where & (readings != readings[where.argmax()])
         behind: np.ndarray = np.logical_or.accumulate(ends)
         return behind
 
