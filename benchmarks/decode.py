@@ -3,9 +3,10 @@
 The layers are Qwen3-0.6B's, 16 query and 8 KV heads of 128: at 32K keys and values are four times what the weights are;
 or, with latent attention, DeepSeek-V2-Lite's without experts.
 The context is random keys and values, not a prompt: what flows choose has no meaning here, what it costs has. All sides
-decode the same context in turn; medians and medians of paired ratios are printed.
+decode the same context in turn; medians and medians of paired ratios are printed. With `--graphs` native sides are also
+measured with CUDA graphs; their shares are those of steps without, since stages of a graph cannot be told apart.
 
-    python benchmarks/decode.py [--host vllm | --attention mla] [--batches 1,4] [--device cuda] [--json]
+    python benchmarks/decode.py [--host vllm | --attention mla] [--batches 1,4] [--device cuda] [--graphs] [--json]
 """
 
 import json
@@ -31,6 +32,7 @@ from kvgraft import Engine
 from kvgraft.decode.flow import Program, trace
 from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.engine.decoder import DTYPES
+from kvgraft.engine.step_graphs import StepGraphs
 from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.kernels.watched import watched, watching
@@ -53,6 +55,7 @@ MODELS: dict[str, tuple[str, Mapping[str, Any], int]] = {  # family, shape, numb
 }
 INDEXER, ATTENTION = "indexer", "attention"
 STAGES = (INDEXER, "top-k", ATTENTION)  # the indexer's share holds that of its top-k
+WITH_GRAPHS = ", CUDA graphs"  # behind the name of a side
 MEMORY_GIB = 12.0  # of keys and values; configurations that need more are left out
 FLOWS = ";".join(
     f"{flow},layers_skip=none"
@@ -63,7 +66,7 @@ FLOWS = ";".join(
 @dataclass(frozen=True)
 class DecodeResult:
     """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the whole step and of
-    its attention with the indexer, and shares of the step."""
+    its attention with the indexer, shares of the step, and how many steps a CUDA graph has replayed."""
 
     host: str
     flow: str
@@ -74,6 +77,7 @@ class DecodeResult:
     faster: float
     attention_faster: float
     shares: Mapping[str, float]
+    replayed: int
 
 
 class Clock:
@@ -105,11 +109,18 @@ class Native:
 
     name = "native"
 
-    def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
+    def __init__(
+        self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str], *,
+        graphs: bool,
+    ) -> None:  # fmt: skip
         pages, (dtype, device) = batch * (-(-context // block) + 1), place
         self.engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, block_size=block)
         steps = Steps(self.engine, context, batch)
-        self.sides = {flow: steps.under(flow) for flow in [DENSE, *flows]}
+        self.sides = {flow: steps.of(flow, enforce_eager=True)[0] for flow in [DENSE, *flows]}
+        self.graphs = {}
+        for flow in [DENSE, *flows] if graphs else []:
+            name = flow + WITH_GRAPHS
+            self.sides[name], self.graphs[name] = steps.of(flow)
 
 
 class Attention:
@@ -143,7 +154,12 @@ class Vllm:
 
     name = "vllm"
 
-    def __init__(self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str]):
+    graphs: Mapping[str, StepGraphs] = {}  # vLLM's own are not used
+
+    def __init__(
+        self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str], *,
+        graphs: bool,
+    ) -> None:  # fmt: skip
         from vllm import LLM, SamplingParams
 
         from kvgraft.vllm.compat import FLOW, WORKER_CLASS
@@ -205,8 +221,13 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[DecodeResu
         own = clock.seconds[INDEXER] + clock.seconds[ATTENTION]
         dense = dense or own  # the first side
         shares = {stage: found / seconds for stage, found in clock.seconds.items()}
-        step = statistics.median(column)
-        rows.append(DecodeResult(host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares))
+        step, steps = statistics.median(column), host.graphs.get(name)
+        replayed = 0 if steps is None else steps.counts["replayed"]
+        rows.append(
+            DecodeResult(
+                host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares, replayed
+            )
+        )
     return rows
 
 
@@ -221,6 +242,7 @@ def main(
     block: Annotated[int, typer.Option(help="Tokens of a page: 16, 32 or 64; vLLM on CPU has no 16.")] = 16,
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "float32",
     device: str = "cpu",
+    graphs: Annotated[bool, typer.Option("--graphs", help="Measure CUDA graphs, too; natively.")] = False,
     rounds: int = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -230,6 +252,8 @@ def main(
         raise typer.BadParameter(f"host must be native or vllm, got {host!r}")
     if attention not in MODELS or (attention, host) == ("mla", "vllm"):
         raise typer.BadParameter(f"attention must be gqa, or natively mla, got {attention!r}")
+    if graphs and host == "vllm":
+        raise typer.BadParameter("--graphs is of the native host: leave --host out")
     family, shape, kept = MODELS[attention]
     if host == "vllm":
         wanted = {
@@ -253,9 +277,8 @@ def main(
                 continue
             if host == "vllm":
                 block = max(block, 32)
-            rows += measure(
-                made[host](Path(folder), sides, context, batch, block, (dtype, device)), context, batch, rounds
-            )
+            loaded = made[host](Path(folder), sides, context, batch, block, (dtype, device), graphs=graphs)
+            rows += measure(loaded, context, batch, rounds)
     configuration = {
         "host": host, "attention": attention, "layers": layers, "block": block, "dtype": dtype, "device": device,
         "rounds": rounds, "threads": torch.get_num_threads(), "torch": torch.__version__,

@@ -4,9 +4,12 @@ Code for CUDA runs unchanged on it, with the numbers of the CPU, and mixing devi
 a host asks of a device: launches, copies, and what makes it wait. It knows no time, and no driver.
 
     with FakeDevice() as device:
-        engine = Engine(model, device="cuda")
+        engine = Engine(model, device="cuda", enforce_eager=True)
         with device.counting() as operations:
             engine.generate(requests)
+
+Triton kernels are counted, and give the numbers of the CPU's kernels. `FakeDevice(interprets=True)` runs them as they
+are, in Triton's interpreter: slowly, with their own numbers, and in CUDA graphs, too (`fake_graphs`).
 """
 
 import os
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -26,9 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: generated kernels run there
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: generated kernels run there
 
 import kvgraft
+from fake_graphs import FakeGraph
 from kvgraft.engine import decoder
 from kvgraft.kernels import dispatch
 from kvgraft.kernels.cpu import align as cpu_align
@@ -39,7 +45,7 @@ from kvgraft.kernels.reference import align as torch_align
 from kvgraft.kernels.reference import changes as torch_changes
 from kvgraft.kernels.reference import rows as torch_rows
 from kvgraft.kernels.reference import topk as torch_topk
-from kvgraft.kernels.triton import align, attention, changes, generated, mass, rows, sparse, topk
+from kvgraft.kernels.triton import align, attention, changes, generated, mass, rows, sparse, topk, workload
 from kvgraft.kernels.workload import Lengths
 from kvgraft.prefill.stages import StageTimes
 
@@ -55,6 +61,7 @@ LAUNCHED = {
     rows: ("_add_norm", "_move_rows", "_norm_rotate", "_silu_mul"),
     sparse: ("_sparse", "_join"),
     topk: ("_radix", "_page_topk"),
+    workload: ("_plan_work",),
 }
 
 _GENERATED = generated._kernel
@@ -159,8 +166,10 @@ class FakeDevice(TorchDispatchMode):
 
     current: "FakeDevice"
 
-    def __init__(self) -> None:
+    def __init__(self, *, interprets: bool = False) -> None:
         super().__init__()
+        self._interprets = interprets
+        self._graph: FakeGraph | None = None  # that is being captured
         self._operations: list[Operation] | None = None
         self._patches = ExitStack()
         self._row_bytes: int | None = None  # by the kernel that is being launched, if that is known
@@ -198,7 +207,9 @@ class FakeDevice(TorchDispatchMode):
             self._operations = None
 
     def count(self, kind: Kind, name: str, nbytes: int = 0) -> None:
-        """Record an operation, if one is counting."""
+        """Record an operation, if one is counting; RuntimeError for what may not be captured in a graph."""
+        if self._graph is not None and kind in (Kind.WAIT, Kind.UPLOAD, Kind.WAITING_UPLOAD):
+            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         if self._operations is not None:
             self._operations.append(Operation(kind, name, nbytes, _functions()))
 
@@ -267,16 +278,32 @@ class FakeDevice(TorchDispatchMode):
         held_args = tree_map(lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args)
         if _is_cuda(kwargs.get("device")):
             held_kwargs["device"] = "cpu"
-        result = func(*held_args, **held_kwargs)
+        target = self._written(func, args, kwargs)
+        result = self._result(kind, name, partial(func, *held_args, **held_kwargs), (held_args, held_kwargs), target)
         indexed = (result if name in _READS_ROWS else given[-1], *given[1:]) if name in _OF_ROWS else given
         self.count(kind, name, sum(_held(tensor).nbytes for tensor in indexed))
+        return tree_map(_on_cuda, result) if target is None else target
+
+    def _result(self, kind: Kind, name: str, run: Callable[[], Any], given: Any, target: FakeTensor | None) -> Any:
+        """What an operator gives, on the CPU; its target, if it has one."""
+        if self._graph is None or kind is Kind.VIEW:
+            return run()
+        if kind is Kind.ALLOCATION:
+            return self._graph.allocate(run())
+        if target is None:
+            return self._graph.make(name, run, given)
+        self._graph.write(name, run, given)
+        return target.held
+
+    def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> FakeTensor | None:
+        """The argument that an operator writes to, if any."""
         for argument, value in zip(
             func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False
         ):
             target = kwargs.get(argument.name, value)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(target, FakeTensor):
                 return target
-        return tree_map(_on_cuda, result)
+        return None
 
     def _check_indices(self, name: str, indexed: Tensor, indices: Sequence[Tensor | None]) -> None:
         for index in indices:
@@ -303,13 +330,19 @@ class FakeDevice(TorchDispatchMode):
 
     def _moved(self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **form: Any) -> Tensor:
         to_device = isinstance(source, FakeTensor) if device is None else _is_cuda(device)
-        moved = torch.ops.aten._to_copy(_held(source), **form)
+        run = partial(torch.ops.aten._to_copy, _held(source), **form)
+        there = to_device and isinstance(source, FakeTensor)
+        moved: Tensor = self._result(Kind.LAUNCH, "copy", run, (_held(source), form), None) if there else run()
         self._count_move(source, to_device, non_blocking, moved.nbytes)
         return FakeTensor(moved) if to_device else moved
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         self._count_move(source, isinstance(target, FakeTensor), non_blocking, source.nbytes)
-        _held(target).copy_(_held(source))
+        run = partial(_held(target).copy_, _held(source))
+        if isinstance(target, FakeTensor):
+            self._result(Kind.LAUNCH, "copy_", run, (target.held, _held(source)), target)
+        else:
+            run()
         return target
 
     def _count_move(self, source: Tensor, to_device: bool, non_blocking: bool, nbytes: int) -> None:
@@ -346,10 +379,22 @@ class FakeDevice(TorchDispatchMode):
             (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (decoder, "check_device", lambda name: None),
             (StageTimes, "_event", lambda times: event()),
-            (dispatch, "kernel", lambda *given: self._kernel(real, *given)),
         ]
-        replaced += [(module, name, self._launcher(name)) for module, names in LAUNCHED.items() for name in names]
-        replaced.append((generated, "_kernel", lambda text, name: self._launcher(name)))
+        replaced += [
+            (module, name, self._launcher(name, getattr(module, name)))
+            for module, names in LAUNCHED.items()
+            for name in names
+        ]
+        replaced.append((generated, "_kernel", lambda text, name: self._launcher(name, _GENERATED(text, name))))
+        if self._interprets:
+            replaced += [
+                (attention, "_has_flash", lambda device: False),  # whose numbers are nobody's
+                (torch.cuda, "CUDAGraph", lambda: FakeGraph(self._replay)),
+                (torch.cuda, "graph", self._capture),
+                (torch.cuda, "graph_pool_handle", object),
+            ]
+        else:
+            replaced.append((dispatch, "kernel", lambda *given: self._kernel(real, *given)))
         for target, name, value in replaced:
             self._patches.enter_context(patch.object(target, name, value))
 
@@ -363,13 +408,33 @@ class FakeDevice(TorchDispatchMode):
         wait = lambda: self.count(Kind.WAIT, "event")  # noqa: E731
         return SimpleNamespace(synchronize=wait, elapsed_time=lambda other: 0.0)
 
-    def _launcher(self, name: str) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
+    def _launcher(self, name: str, kernel: Any) -> Any:
+        def launch(grid: Any, *args: Any, **kwargs: Any) -> None:
             known, tensors = self._row_bytes, [value for value in args if isinstance(value, Tensor)]
             known = _bytes_of_tiles(*args) if name == "_segpaged" else known
             self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in tensors) if known is None else known)
+            if not self._interprets:
+                return
+            held = tree_map(_held, args)
+            if self._graph is None:
+                self._uncounted(kernel[grid], *held, **kwargs)
+            else:
+                self._graph.write(name, partial(kernel[grid], *held, **kwargs), (grid, held, kwargs))
 
-        return type("Launcher", (), {"__getitem__": lambda kernel, grid: launch})()
+        return type("Launcher", (), {"__getitem__": lambda kernel, grid: partial(launch, grid)})()
+
+    @contextmanager
+    def _capture(self, graph: FakeGraph, **_: Any) -> Iterator[None]:
+        """In place of `torch.cuda.graph`."""
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = None
+
+    def _replay(self, compute: Callable[[], None]) -> None:
+        self.count(Kind.LAUNCH, "graph")
+        self._uncounted(compute)
 
     def _kernel(self, real: Callable[..., Any], name: str, device_type: str, implementation: Any = None) -> Any:
         counted = real(name, device_type, implementation)
@@ -406,6 +471,8 @@ class FakeDevice(TorchDispatchMode):
 
     def _held_layout(self, layout: AttentionLayout) -> AttentionLayout:
         """One whose slots are on the CPU; the latest is kept, since it keeps what it has worked out."""
+        if not layout.contexts:
+            raise RuntimeError("kernels of the CPU read what the host knows: use FakeDevice(interprets=True)")
         known, held = self._layouts.get(id(layout), (None, None))
         if known is not layout or held is None:
             contexts = tuple(Context(context.positions, _held(context.slots)) for context in layout.contexts)
@@ -416,9 +483,9 @@ class FakeDevice(TorchDispatchMode):
 
 def _interpreted(text: str, name: str, tensors: Any, blocks: tuple[Tensor, Lengths], tile: int, heads: int) -> None:
     """A generated kernel on what tensors hold, in Triton's interpreter."""
-    table, lengths = blocks
+    table, counts = blocks[0], _held(blocks[1].counts)
     with patch.object(generated, "_kernel", _GENERATED):
-        generated.generated(text, name, tensors, (table, Lengths(_held(lengths.counts))), tile, heads)
+        generated.generated(text, name, tensors, (table, Lengths(counts, counts)), tile, heads)
 
 
 def _interpreted_choice(*given: Any) -> tuple[Tensor, Tensor]:

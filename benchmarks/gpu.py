@@ -24,6 +24,7 @@ import torch
 import typer
 from rich.console import Console
 
+from decode import WITH_GRAPHS
 from kvgraft.evaluate.progress import progress_bar
 from scenarios import GRID
 
@@ -97,11 +98,22 @@ def _topk(found: dict[str, Any]) -> list[Row]:
 
 
 def _decode(found: dict[str, Any]) -> list[Row]:
-    return [
-        (f"{row['flow']}, {_kilo(row)}, batch {row['batch']}: times faster than dense", f"{row['faster']:.2f}")
-        for row in found["rows"]
-        if row["flow"] != "dense"
-    ]
+    rows = {(row["context"], row["batch"], row["flow"]): row for row in found["rows"]}
+    made = []
+    for (context, batch, flow), row in rows.items():
+        graphs = rows.get((context, batch, flow + WITH_GRAPHS))
+        if graphs is not None:
+            dense = [rows[context, batch, f"dense{how}"]["step_ms"] for how in ("", WITH_GRAPHS)]
+            own = [row["step_ms"], graphs["step_ms"]]
+            faster = [each / step for each, step in zip(dense, own, strict=True)]
+            made.append(
+                (
+                    f"{flow}, {_kilo(row)}, batch {batch}: ms of a step without and with CUDA graphs "
+                    f"({graphs['replayed']} replayed), times faster than dense",
+                    f"{own[0]:.2f} and {own[1]:.2f}, {faster[0]:.2f} and {faster[1]:.2f}",
+                )
+            )
+    return made
 
 
 def _first_tokens(found: dict[str, Any]) -> list[Row]:
@@ -151,7 +163,8 @@ def _tests(found: dict[str, Any]) -> list[Row]:
 
 TESTS = Measurement(
     "tests", "Tests of all kernels, generated ones too", "nothing",
-    ("-m", "pytest", "-n", "auto", "-m", "not soak"), ("tests/kernels", "tests/decode"),
+    ("-m", "pytest", "-n", "auto", "-m", "not soak"),
+    ("tests/kernels", "tests/decode", "tests/engine/test_step_graphs.py"),
     ("tests/kernels/test_workload.py",), _tests, needs="pytest", as_json=(),
 )  # fmt: skip
 
@@ -229,9 +242,9 @@ def measurements(device: str) -> list[Measurement]:
             ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds", "2"), _topk,
         ),
         Measurement(
-            "flows", "Decode steps under flows",
+            "flows", "Decode steps, dense and under flows, with and without CUDA graphs",
             "Vortex 6.4: block top-k and Quest above full attention in throughput",
-            ("benchmarks/decode.py", *on, *bfloat16),
+            ("benchmarks/decode.py", "--graphs", *on, *bfloat16),
             ("--layers", "8", "--contexts", "32768,131072", "--batches", "1,4"),
             ("--contexts", "2048", "--batches", "1", "--layers", "1", "--rounds", "2"), _decode,
         ),

@@ -77,7 +77,10 @@ def counted(
     with torch.inference_mode(), FakeDevice() as device:
         pages = (count + 3) * tokens // 16 + 64
         room = 8 * tokens * count
-        engine = Engine(model, dtype="bfloat16", device="cuda", num_pages=pages, max_prefill_tokens=room, **options)
+        engine = Engine(
+            model, dtype="bfloat16", device="cuda", num_pages=pages, max_prefill_tokens=room, enforce_eager=True,
+            **options,
+        )  # fmt: skip
         engine.generate([Request(read, "full", ONE_TOKEN)])
         for policy in policies:
             requests = [Request(prompt, policy, ONE_TOKEN, remember=False) for prompt in asked]
@@ -114,7 +117,9 @@ def counted_steps(
     size, found = 16, {}
     with torch.inference_mode(), FakeDevice() as device:
         pages = count * (tokens // size + 2)
-        engine = Engine(model, dtype="bfloat16", device="cuda", num_pages=pages, block_size=size, **options)
+        engine = Engine(
+            model, dtype="bfloat16", device="cuda", num_pages=pages, block_size=size, enforce_eager=True, **options
+        )
         for pool in engine.memory.cache.pools:
             pool.normal_(generator=None)
         read = np.random.default_rng(0).integers(1, VOCAB, tokens - 3).tolist()

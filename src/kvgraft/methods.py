@@ -101,6 +101,12 @@ def require_amount(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
 
 
+def require_flag(name: str, value: bool) -> None:
+    """Raise ValueError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError unless value is one of the choices."""
     if value not in choices:

@@ -167,7 +167,7 @@ def test_a_flow_decodes_on_it_as_on_the_cpu(shallow: list[Path], flow: str):
     found = []
     for device in ("cpu", "cuda"):
         with torch.inference_mode(), FakeDevice():
-            engine = Engine(shallow[0], dtype="float32", device=device, num_pages=PAGES)
+            engine = Engine(shallow[0], dtype="float32", device=device, num_pages=PAGES, enforce_eager=True)
             sampling = SamplingParams(6, ignore_eos=True)
             requests = [Request(read[:count], "full", sampling, flow=flow) for count in (290, 200)]
             found.append([result.token_ids for result in engine.generate(requests)])

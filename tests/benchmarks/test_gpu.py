@@ -26,9 +26,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
     [
         "align-paged",
         "vllm-exact",
+        "flows",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("tests", "vllm-8k", "first-tokens-8k", "align", "segpaged", "topk", "flows", "capacity")
+            for name in ("tests", "vllm-8k", "first-tokens-8k", "align", "segpaged", "topk", "capacity")
         ),
     ],
 )

@@ -125,9 +125,15 @@ compile_only()
         (HALF + ALIGN, {"_align_copy"}),
         (HALF + ROWS, {"_add_norm", "_move_rows", "_norm_rotate", "_silu_mul", *CHANGES}),
         (TOPK, {"_radix", "_page_topk"}),
-        pytest.param(ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.slow),
-        pytest.param(HALF + ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive"}, marks=pytest.mark.soak),
-        pytest.param(FLOWS, {"fused", "_page_topk"}, marks=pytest.mark.slow),
+        pytest.param(
+            ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive", "_plan_work"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            HALF + ATTENTION,
+            {"_segpaged", "_sparse", "_join", "_weigh", "_receive", "_plan_work"},
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(FLOWS, {"fused", "_page_topk", "_plan_work"}, marks=pytest.mark.slow),
     ],
     ids=["align", "rows", "topk", "attention", "attention, three dtypes", "flows"],
 )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -41,6 +42,21 @@ def test_every_unit_is_taken_once_and_no_program_has_more_than_the_average(lengt
         own = work.chunks[first:last]
         assert own[:, 2].sum() == lengths[number]
         assert (own[:, 0] == number).all()
+
+
+@with_triton
+@examples(12)
+@given(lengths=LENGTHS, programs=st.integers(1, 40), unit=st.sampled_from([1, 3]), tile=st.sampled_from([4, 16]))
+def test_the_plan_of_a_device_is_that_of_the_host(lengths: list[int], programs: int, unit: int, tile: int):
+    from kvgraft.kernels.triton import workload as on_device
+
+    counts = torch.tensor(lengths, device=DEVICE)
+    with patch.object(on_device, "TILE", tile):
+        found = on_device.plan_work(counts, unit, programs)
+    wanted = plan_work(-(-counts // unit), programs)
+    assert torch.equal(found.chunks, wanted.chunks)
+    assert torch.equal(found.programs, wanted.programs)
+    assert torch.equal(found.sequences, wanted.sequences)
 
 
 @given(lengths=LENGTHS, times=st.sampled_from([1, 1000]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Batch:
 
     Attributes:
         rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
-        tokens: int64 [S] on the CPU, of each sequence.
+        tokens: int64 [S] on the CPU, of each sequence; beside the rows if the host does not know them: then what
+            follows from them is computed there, in shapes that depend on `rows` alone.
     """
 
     rows: Tensor
@@ -65,19 +66,22 @@ class Batch:
 
     @cached_property
     def num_blocks(self) -> int:
-        """B of the longest."""
-        return int(self.tokens.max()) // self.block_size
+        """B of the longest, or more if the host does not know."""
+        return int(self.tokens.max()) // self.block_size if self.tokens.is_cpu else self.rows.shape[1]
 
     @cached_property
     def work(self) -> Lengths:
         """The full blocks of each sequence, to be shared among the programs of a kernel."""
-        return Lengths(self.filled, self.tokens // self.block_size)
+        return Lengths(self.filled, self._if_known(self.tokens // self.block_size))
 
     @memoised
     def attended(self, width: int) -> Lengths:
         """The tokens that each sequence attends to at most, in a table of so many blocks."""
         known = (-(-self.tokens // self.block_size)).clamp(max=width) * self.block_size
-        return Lengths(upload(self.rows.device, known)[0], known)
+        return Lengths(upload(self.rows.device, known)[0], self._if_known(known))
+
+    def _if_known(self, numbers: Tensor) -> Tensor | None:
+        return numbers if numbers.is_cpu else None
 
     @memoised
     def fixed(self, selection: tuple[int | Blocks, ...], flow: Flow) -> tuple[Tensor, Tensor]:
@@ -114,10 +118,16 @@ def _spacing(rows: Tensor) -> tuple[int, int] | None:
 def static_selection(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
     """Blocks that are the same for every query; those that a sequence does not have are none."""
     filled = batch.filled[:, None]
-    places = [(block, block < 0) if isinstance(block, int) else (block.offset, True) for block in selection]
-    fixed, from_end = upload(filled.device, torch.tensor(places).T.contiguous())[0]
+    fixed, from_end = _places(tuple(selection), filled.device)
     found = fixed + filled * from_end  # [S, n]
     return found.masked_fill((found < 0) | (found >= filled), -1)
+
+
+@cache
+def _places(selection: tuple[int | Blocks, ...], device: torch.device) -> Tensor:
+    """int64 [2, n]: of each block its distance from the beginning or, where the second is 1, from the end."""
+    places = [(block, block < 0) if isinstance(block, int) else (block.offset, True) for block in selection]
+    return upload(device, torch.tensor(places).T.contiguous())[0]
 
 
 def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]:
@@ -131,10 +141,11 @@ def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]
         hold, int64 [S].
     """
     behind, device = batch.totals[:, None], selection.device  # sorts behind every block
+    last = (behind - 1).clamp(min=0)
     always = torch.arange(-flow.LAST, flow.FIRST, device=device)
-    fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(behind - 1)
+    fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(last)
     every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
     every = torch.where(again, behind, every).sort(dim=1).values
     lengths = (every < behind).sum(1) * batch.block_size - batch.unwritten
-    return batch.rows.gather(1, every.minimum(behind - 1)), lengths
+    return batch.rows.gather(1, every.minimum(last)), lengths

@@ -1,9 +1,12 @@
 """What a host holds of a flow: its program for the model's geometry and its caches beside the paged pool."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from kvgraft.decode.batch import Batch, tables
+from kvgraft.decode.codegen import cache_source
 from kvgraft.decode.executor import HeadPages, Paged, Pool, fill, select
 from kvgraft.decode.flow import Program
 from kvgraft.decode.fused import choose, kernels_of
@@ -38,6 +41,13 @@ class Indexer:
             )
             for name, shape in program.caches.items()
         }
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether a host need not know lengths where kernels are generated: no size and no decision depends on them."""
+        program = self.program
+        chooses = not isinstance(program.selection, Value) or kernels_of(program) is not None
+        return chooses and (not program.stores or cache_source(program) is not None)
 
     def at(self, rows: slice, keys: Paged, values: Paged) -> "LayerIndexer":
         """Of one layer, whose pages these rows are: keys, values [rows, b, d]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.sequence_state import SequenceState
-from kvgraft.engine.sparse import FlowBatch, SparseDecode
+from kvgraft.engine.sparse import FlowBatch, Followers, SparseDecode
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout, Context, StepRows
 from kvgraft.kernels.memoised import memoised
@@ -17,59 +17,96 @@ from kvgraft.kernels.upload import upload
 from kvgraft.kv.cache import KVCache
 
 
-def decode(decoder: Decoder, cache: KVCache, flows: SparseDecode, sequences: Sequence[SequenceState]) -> Tensor:
-    """Logits [b, V] after the last token of each, which is computed and written to the pool."""
-    step = StepInputs.of(cache, sequences)
-    longest = max(sequence.num_computed + sequence.num_dropped for sequence in sequences) + 1
-    cos, sin = decoder.config.rope.fresh_table(step.positions, longest)
-    batches = flows.plan(sequences, step.pages[:, 0])
-    attention = StepAttention(cache, flows, step.layout, batches, decoder.config.attention_scale)
-    slots = step.layout.query_slots
+def decode(
+    decoder: Decoder,
+    cache: KVCache,
+    flows: SparseDecode,
+    sequences: Sequence[SequenceState],
+    followed: Sequence[Followers],
+) -> Tensor:
+    """Logits [b, V] after the last token of each, which is computed and written to the pool.
+
+    Args:
+        followed: what `flows.follow` says of the sequences.
+    """
+    numbers = numbers_of(cache, sequences, len(sequences), num_blocks(cache, sequences))
+    step = StepInputs.of(cache, upload(cache.keys.device, numbers)[0], len(sequences))
+    contexts = tuple(Context(torch.tensor([sequence.num_computed]), sequence.pages.slots) for sequence in sequences)
+    batches = [flows.batch(followers, step.rows.pages[:, 0]) for followers in followed]
+    layout = AttentionLayout(contexts, cache.layout.sinks, cache.layout.window, step.rows)
+    attention = StepAttention(cache, flows, layout, batches, decoder.config.attention_scale)
+    return decoder.logits(last_hidden(decoder, attention, step, longest(sequences)))
+
+
+def last_hidden(decoder: Decoder, attention: "StepAttention", step: "StepInputs", length: int) -> Tensor:
+    """Hidden states [b, D] that leave the last layer; keys and values are written to the pool.
+
+    Args:
+        length: above all positions.
+    """
+    cos, sin = decoder.config.rope.fresh_table(step.positions, length)
+    cache, slots = attention.cache, step.rows.query_slots
     hidden = decoder.embed(step.tokens)  # [b, D]
     for layer in range(decoder.config.num_layers):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
         cache.write(layer, slots, keys, values)
         cache.write_residual(layer, slots, hidden)
         hidden = decoder.after_attention(layer, hidden, attention.attend(layer, query).flatten(1))
-    return decoder.logits(hidden)
+    return hidden
+
+
+def num_blocks(cache: KVCache, sequences: Sequence[SequenceState]) -> int:
+    """Blocks of the longest, with the next token of each."""
+    return max(sequence.num_computed for sequence in sequences) // cache.block_size + 1
+
+
+def longest(sequences: Sequence[SequenceState]) -> int:
+    """Above the positions of the next tokens."""
+    return max(sequence.num_computed + sequence.num_dropped for sequence in sequences) + 1
+
+
+def numbers_of(cache: KVCache, sequences: Sequence[SequenceState], rows: int, blocks: int) -> Tensor:
+    """All that a step needs to know of the next token of each sequence, int64 [n] on the CPU, as `StepInputs` has it.
+
+    Rows behind the last sequence are padding, which sees nothing and is written nowhere.
+    """
+    count, num_lists, size = len(sequences), cache.layout.num_lists, cache.block_size
+    own = np.zeros((2, rows), np.int64)  # tokens, positions
+    places, slots = np.full(rows, -1), np.full((num_lists, rows), -1)
+    pages = np.zeros((rows, num_lists, blocks), np.int64)
+    places[:count] = [sequence.num_computed for sequence in sequences]
+    own[0, :count] = [sequence.tokens[-1] for sequence in sequences]
+    own[1, :count] = places[:count] + [sequence.num_dropped for sequence in sequences]
+    for part, sequence in zip(pages, sequences, strict=False):
+        held = sequence.pages.pages[:, :blocks]
+        part[:, : held.shape[1]] = held
+    block, place = np.divmod(places[:count], size)
+    slots[:, :count] = (pages[np.arange(count), :, block] * size + place[:, None]).T
+    return torch.from_numpy(np.concatenate([part.ravel() for part in (own, places, slots, pages)]))
 
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """What changes from one step to the next, brought to the device in one copy.
+    """What changes from one step to the next, on the device.
 
     Attributes:
         tokens: int64 [b], whose keys and values are computed.
         positions: int64 [b], of the tokens in their texts.
-        pages: int64 [b, lists, blocks], any page behind the last block.
-        layout: where they lie in the pool.
+        rows: where they lie in the pool.
     """
 
     tokens: Tensor
     positions: Tensor
-    pages: Tensor
-    layout: AttentionLayout
+    rows: StepRows
 
     @classmethod
-    def of(cls, cache: KVCache, sequences: Sequence[SequenceState]) -> "StepInputs":
-        """Of the next token of each sequence."""
-        count, num_lists, size = len(sequences), cache.layout.num_lists, cache.block_size
-        places = np.array([sequence.num_computed for sequence in sequences])
-        num_blocks = int(places.max()) // size + 1
-        pages = np.zeros((count, num_lists, num_blocks), np.int64)
-        for own, sequence in zip(pages, sequences, strict=True):
-            held = sequence.pages.pages[:, :num_blocks]
-            own[:, : held.shape[1]] = held
-        slots = pages[np.arange(count), :, places // size] * size + (places % size)[:, None]  # [b, lists]
-        tokens = [sequence.tokens[-1] for sequence in sequences]
-        dropped = [sequence.num_dropped for sequence in sequences]
-        parts = np.array(tokens), places + dropped, places, slots.T.ravel(), pages.ravel()
-        [packed] = upload(cache.keys.device, torch.from_numpy(np.concatenate(parts)))
-        token, position, place, slot, page = packed.split([part.size for part in parts])
-        rows = StepRows(place, slot.view(num_lists, count), page.view(pages.shape), size)
-        contexts = tuple(Context(torch.tensor([sequence.num_computed]), sequence.pages.slots) for sequence in sequences)
-        layout = AttentionLayout(contexts, cache.layout.sinks, cache.layout.window, rows)
-        return cls(token, position, rows.pages, layout)
+    def of(cls, cache: KVCache, numbers: Tensor, rows: int) -> "StepInputs":
+        """What `numbers_of` packed for so many rows."""
+        num_lists = cache.layout.num_lists
+        sizes = [rows, rows, rows, num_lists * rows]
+        tokens, positions, places, slots, pages = numbers.split([*sizes, len(numbers) - sum(sizes)])
+        pages = pages.view(rows, num_lists, -1)
+        return cls(tokens, positions, StepRows(places, slots.view(num_lists, rows), pages, cache.block_size))
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
-from kvgraft.methods import require_amount, require_at_least
+from kvgraft.methods import require_amount, require_at_least, require_flag
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.costs import Costs
@@ -83,6 +83,8 @@ class Engine:
         document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
         stable_layers: for these policies, the layers that agree on what is important (SamKV, Appendix A.2); None takes
             `layers.json` of the model directory (`kvgraft profile-layers` makes it) or else the last eighth.
+        enforce_eager: on CUDA, launch every operation of a decode step by itself; else steps are captured in CUDA
+            graphs, which take memory of their own. `engine.scheduler.steps.counts` tells how steps were run.
         poison_dropped_pages: fill dead pages with NaN (tests).
 
     Raises:
@@ -120,9 +122,10 @@ class Engine:
         store: StoreOptions | None = None,
         document_gib: float = 2.0,
         stable_layers: Sequence[int] | None = None,
+        enforce_eager: bool = False,
         poison_dropped_pages: bool = False,
     ) -> None:
-        _check_sizes(block_size, max_prefill_tokens, max_depth, document_gib)
+        _check_options(block_size, max_prefill_tokens, max_depth, document_gib, enforce_eager=enforce_eager)
         model_dir = find_model(model_dir)
         self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
         config = self.config = self.decoder.config
@@ -146,7 +149,7 @@ class Engine:
         self.memory = Memory(pool, cache, self.frozen, lookup, max_prefill_tokens, tier)
         stable = load_stable_layers(stable_layers, model_dir, config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
-        self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map)
+        self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map, enforce_eager=enforce_eager)
         self.flow = self.scheduler.flows.find(flow)
 
     @property
@@ -331,12 +334,15 @@ class Engine:
         return self._reader.encode(text)
 
 
-def _check_sizes(block_size: int, max_prefill_tokens: int, max_depth: int, document_gib: float) -> None:
+def _check_options(
+    block_size: int, max_prefill_tokens: int, max_depth: int, document_gib: float, *, enforce_eager: bool
+) -> None:
     """Raise ValueError for one that cannot be."""
     require_at_least("block_size", block_size, 1)
     require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
     require_at_least("max_depth", max_depth, 0)
     require_amount("document_gib", document_gib)
+    require_flag("enforce_eager", enforce_eager)
 
 
 def _length(given: int | None, most: int) -> int:

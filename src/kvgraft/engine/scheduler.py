@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.decode import decode
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
@@ -17,6 +16,7 @@ from kvgraft.engine.request import Event, Report
 from kvgraft.engine.sampling import most_likely
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import SparseDecode
+from kvgraft.engine.step_graphs import StepGraphs
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.pages import PoolExhausted
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
@@ -33,14 +33,24 @@ class Scheduler:
 
     Args:
         head_map: for policies that work head by head, and for a cache that keeps less of local heads.
+        enforce_eager: launch every operation of a decode step by itself, on CUDA, too.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory, library: Library, head_map: HeadMap | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: Memory,
+        library: Library,
+        head_map: HeadMap | None = None,
+        *,
+        enforce_eager: bool = False,
+    ) -> None:
         self.decoder = decoder
         self.memory = memory
         self.library = library
         self.head_map = head_map
         self.flows = SparseDecode(memory.cache, decoder.config.group)
+        self.steps = StepGraphs(decoder, memory.cache, self.flows, enforce_eager=enforce_eager)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
 
@@ -255,7 +265,7 @@ class Scheduler:
     def _decode(self, sequences: list[SequenceState]) -> None:
         for sequence in sequences:
             self.memory.reach(sequence, np.array([sequence.num_computed]))
-        logits = decode(self.decoder, self.memory.cache, self.flows, sequences)
+        logits = self.steps.decode(sequences)
         best = most_likely(logits, [sequence.sampler for sequence in sequences])
         for sequence, row, token in zip(sequences, logits, best, strict=True):
             sequence.num_computed += 1

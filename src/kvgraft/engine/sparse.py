@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,20 +12,37 @@ from kvgraft.decode.flow import Flow, Program, trace
 from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer
 from kvgraft.engine.sequence_state import SequenceState
+from kvgraft.kernels.layout import StepRows
 from kvgraft.kernels.upload import upload
 from kvgraft.kernels.workload import Lengths
 from kvgraft.kv.cache import KVCache
 
 
 @dataclass(frozen=True, eq=False)
-class FlowBatch:
-    """The sequences of a decode step that follow one flow.
+class Followers:
+    """The sequences of a decode step that follow one flow, as the host knows them.
 
     Attributes:
         numbers: which of the step.
+        tokens: of each, the one that is computed among them.
+        full: int64 [n], pages of their first lists that are full from this step on.
+    """
+
+    indexer: Indexer
+    numbers: tuple[int, ...]
+    tokens: list[int]
+    full: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class FlowBatch:
+    """The same beside the pool.
+
+    Attributes:
+        numbers: which of the step, unless they are all.
         rows: the same beside the pool; None for all.
         batch: one row for each of their KV heads, of a layer's pages.
-        full: int64 [n], pages of a layer that are full from this step on.
+        full: int64 [n], pages of a layer; the first `num_full` are full from this step on.
     """
 
     indexer: Indexer
@@ -34,12 +50,7 @@ class FlowBatch:
     rows: Tensor | None
     batch: Batch
     full: Tensor
-
-    @cached_property
-    def num_full(self) -> Lengths:
-        """How many pages are full from this step on."""
-        known = torch.tensor([len(self.full)])
-        return Lengths(upload(self.full.device, known)[0], known)
+    num_full: Lengths
 
     def attend(self, query: Tensor, layer: LayerIndexer, scale: float) -> Tensor:
         """Queries [r, Hq, d] of the rows -> [r, Hq, d]."""
@@ -81,24 +92,49 @@ class SparseDecode:
             self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
         return self._programs[flow]
 
-    def plan(self, sequences: Sequence[SequenceState], pages: Tensor) -> list[FlowBatch]:
-        """What a step that computes the next token of each can do sparsely. KV after such a step is approximate.
-
-        Args:
-            pages: int64 [sequences, blocks], of their first lists beside the pool; any page behind the last block.
-        """
-        rows_by_flow: dict[Flow, list[int]] = {}
+    def follow(self, sequences: Sequence[SequenceState]) -> list[Followers]:
+        """Which sequences of a step that computes the next token of each follow a flow; KV after it is approximate."""
+        numbers: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
-                rows_by_flow.setdefault(flow, []).append(number)
+                numbers.setdefault(flow, []).append(number)
                 sequence.offer.first_approximate = min(sequence.offer.first_approximate, sequence.num_computed)
-        for flow in rows_by_flow.keys() - self._indexers.keys():
+        for flow in numbers.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
             self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
-        return [self._batch_of(flow, rows, sequences, pages) for flow, rows in rows_by_flow.items()]
+        return [self._followers(flow, own, [sequences[number] for number in own]) for flow, own in numbers.items()]
+
+    def batch(self, followers: Followers, pages: Tensor) -> FlowBatch:
+        """Bring followers beside the pool.
+
+        Args:
+            pages: int64 [sequences, blocks], the first lists of all sequences of the step; any page behind the last.
+        """
+        size, device, numbers = self._cache.block_size, pages.device, followers.numbers
+        rows = None if len(numbers) == len(pages) else upload(device, torch.tensor(numbers))[0]
+        own = (pages if rows is None else pages[rows])[:, : -(-max(followers.tokens) // size)]
+        heads = self._first_pages(device)
+        batch = Batch(_by_head(own, heads), torch.tensor(followers.tokens).repeat_interleave(len(heads)), size)
+        full, known = torch.from_numpy(followers.full), torch.tensor([len(followers.full) * len(heads)])
+        count = known
+        if len(full):
+            full, count = upload(device, full, known)
+            full = (full[:, None] + heads).flatten()
+        return FlowBatch(followers.indexer, numbers, rows, batch, full, Lengths(count, known))
+
+    def batch_of_all(self, indexer: Indexer, step: StepRows, full: Tensor, num_full: Tensor) -> FlowBatch:
+        """All sequences of a step follow one flow, and only the device knows where they stand.
+
+        Args:
+            full: int64 [n], pages of first lists, of which the first `num_full` int64 [1] are full from this step on.
+        """
+        heads = self._first_pages(full.device)
+        tokens = (step.positions + 1).repeat_interleave(len(heads))
+        batch = Batch(_by_head(step.pages[:, 0], heads), tokens, step.block_size)
+        return FlowBatch(indexer, (), None, batch, (full[:, None] + heads).flatten(), Lengths(num_full * len(heads)))
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
         """A layer's part of the pool."""
@@ -107,20 +143,19 @@ class SparseDecode:
         keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
         return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
 
-    def _batch_of(self, flow: Flow, numbers: list[int], sequences: Sequence[SequenceState], pages: Tensor) -> FlowBatch:
-        size, device, full = self._cache.block_size, pages.device, [np.zeros(0, np.int64)]
-        rows = None if len(numbers) == len(sequences) else upload(device, torch.tensor(numbers))[0]
-        chosen = [sequences[number] for number in numbers]
-        tokens = [sequence.num_computed + 1 for sequence in chosen]
-        for count, sequence in zip(tokens, chosen, strict=True):
-            full.append(sequence.pages.pages[0, sequence.num_indexed : count // size])
-            sequence.num_indexed = count // size
-        num_heads = len(self._cache.layout.layers[0].streams)
-        heads = torch.arange(num_heads, device=device)[:, None] * (self._cache.keys.shape[1] // size)  # [Hkv, 1]
-        own = (pages if rows is None else pages[rows])[:, : -(-max(tokens) // size)]
-        by_head = (own[:, None] + heads).flatten(0, 1)
-        batch = Batch(by_head, torch.tensor(tokens).repeat_interleave(num_heads), size)
-        fresh = torch.from_numpy(np.concatenate(full))
-        if len(fresh):
-            fresh = (upload(device, fresh)[0] + heads).flatten()
-        return FlowBatch(self._indexers[flow], tuple(numbers), rows, batch, fresh)
+    def _followers(self, flow: Flow, numbers: list[int], sequences: Sequence[SequenceState]) -> Followers:
+        full, tokens = [np.zeros(0, np.int64)], [sequence.num_computed + 1 for sequence in sequences]
+        for count, sequence in zip(tokens, sequences, strict=True):
+            full.append(sequence.pages.pages[0, sequence.num_indexed : count // self._cache.block_size])
+            sequence.num_indexed = count // self._cache.block_size
+        return Followers(self._indexers[flow], tuple(numbers), tokens, np.concatenate(full))
+
+    def _first_pages(self, device: torch.device) -> Tensor:
+        """int64 [Hkv]: the first page of each KV head of a layer."""
+        num_pages = self._cache.keys.shape[1] // self._cache.block_size
+        return torch.arange(len(self._cache.layout.layers[0].streams), device=device) * num_pages
+
+
+def _by_head(pages: Tensor, heads: Tensor) -> Tensor:
+    """Pages int64 [n, blocks] of sequences -> [n * Hkv, blocks], of each of their KV heads."""
+    return (pages[:, None] + heads[:, None]).flatten(0, 1)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from kvgraft.decode.flows import DENSE, parse_flow
-from kvgraft.engine.decode import decode
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.sparse import SparseDecode
+from kvgraft.engine.step_graphs import StepGraphs
 
 Step = Callable[[], object]
 
@@ -45,17 +45,22 @@ class Steps:
 
     def under(self, flow: str) -> Step:
         """A step under this flow; always the same one."""
+        return self.of(flow)[0]
+
+    def of(self, flow: str, *, enforce_eager: bool = False) -> tuple[Step, StepGraphs]:
+        """The same, and what counts how it was run."""
         engine, sequences = self._engine, [copy.copy(sequence) for sequence in self._sequences]
         for sequence in sequences:
             sequence.flow, sequence.num_indexed = parse_flow(flow), 0
         own = SparseDecode(engine.memory.cache, engine.config.group)
-        return partial(decode, engine.decoder, engine.memory.cache, own, sequences)
+        steps = StepGraphs(engine.decoder, engine.memory.cache, own, enforce_eager=enforce_eager)
+        return partial(steps.decode, sequences), steps
 
 
 def in_turn(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round, after two that do not count."""
+    """Seconds of each in every round, after three that do not count: by then a step that can be is a CUDA graph."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(-2, rounds):
+    for number in range(-3, rounds):
         for name, step in steps.items():
             wait()
             start = time.perf_counter()

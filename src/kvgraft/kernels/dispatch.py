@@ -220,7 +220,7 @@ def segpaged_attention(
     Returns:
         [n, Hq, d] in the dtype of `query`.
     """
-    if not layout.contexts:
+    if not len(query):
         return torch.empty_like(query)
     run = kernel("segpaged_attention", keys.device.type, implementation)
     attended: Tensor = run(query, keys, values, heads, layout, scale, output)

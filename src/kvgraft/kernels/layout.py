@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -167,6 +167,7 @@ class AttentionLayout:
     varlen paged causal attention: `query_len = len(run)`, `seq_len = last position + 1`, the prompt's block table.
 
     Attributes:
+        contexts: none in a decode step of which only the device knows where its queries stand.
         sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to the query's own.
         on_device: the same as tensors beside the pool, if a host has brought them there together.
     """
@@ -207,6 +208,8 @@ class AttentionLayout:
     @cached_property
     def rows(self) -> tuple[slice, ...]:
         """The query rows of each context."""
+        if isinstance(self.on_device, StepRows):
+            return tuple(slice(row, row + 1) for row in range(len(self.on_device.positions)))
         stops = np.cumsum([c.positions.numel() for c in self.contexts]).tolist()
         return tuple(slice(a, b) for a, b in pairwise([0, *stops]))
 
@@ -238,6 +241,8 @@ class AttentionLayout:
     @memoised
     def long_runs(self, least: int) -> LongRuns | None:
         """The runs of at least so many queries, if there are any."""
+        if self.decodes:
+            return None
         runs, first_keys, slots = [], 0, []
         for context, rows in zip(self.contexts, self.rows, strict=True):
             if context.positions.numel() < least:
@@ -258,6 +263,8 @@ class AttentionLayout:
         A tile has its context, its first row, its rows, whether they are of a run in `runs`, and its first row among
         those of all tiles. Without `with_runs` the queries of runs are left out.
         """
+        if self.decodes:
+            return _step_tiles(len(self.rows), self.query_positions.device)
         inside = {run.start: run.stop for run in runs.runs} if runs else {}
         tiles, place = [], 0
         for number, rows in enumerate(self.rows):
@@ -346,6 +353,12 @@ class AttentionLayout:
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return the parts end to end, without a copy if there is one."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
+
+
+@cache
+def _step_tiles(count: int, device: torch.device) -> Tensor:
+    """`query_tiles` of a decode step."""
+    return upload(device, torch.tensor([(row, row, 1, False, row) for row in range(count)], dtype=torch.int32))[0]
 
 
 def _cuts(positions: Tensor, size: int) -> list[tuple[int, int]]:

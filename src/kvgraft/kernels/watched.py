@@ -28,6 +28,11 @@ def watched(stage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def is_watched() -> bool:
+    """Whether stages of this process are watched now."""
+    return bool(_watchers)
+
+
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Have this watcher, and no other, entered around every stage of the process."""

@@ -4,7 +4,7 @@ The units of all sequences (tiles of blocks or tokens) lie end to end, and every
 several programs share a long sequence, and one program may have several short ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +87,16 @@ class Lengths:
     known: Tensor | None = None
 
     @memoised
-    def work(self, unit: int, share: int = 1) -> Workload:
-        """For units of so many entries, and programs that each of `share` kernels of equal work can have."""
+    def work(self, unit: int, share: int, plan: Callable[[Tensor, int, int], Workload]) -> Workload:
+        """For units of so many entries, and programs that each of `share` kernels of equal work can have.
+
+        Args:
+            plan: makes a plan on the device of (counts, entries of a unit, programs), if the host does not know them.
+        """
         programs = max(1, programs_of(self.counts.device) // share)
-        counts = self.counts if self.known is None else self.known
-        return plan_work((counts + unit - 1) // unit, programs).to(self.counts.device)
+        if self.known is None:
+            return plan(self.counts, unit, programs)
+        return plan_work((self.known + unit - 1) // unit, programs).to(self.counts.device)
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:

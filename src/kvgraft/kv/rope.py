@@ -151,12 +151,15 @@ class Rope:
                 kept.
         """
         if longest is not None:
-            size = 1 << max(LEAST_KEPT, longest - 1).bit_length()
-            cos, sin = _kept_table(self, size, positions.device)
+            cos, sin = self.kept_table(longest, positions.device)
             return cos[positions], sin[positions]
         frequencies = self.inverse_frequencies(positions.device)
         angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
         return angles.cos().float(), angles.sin().float()
+
+    def kept_table(self, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What `table` takes rows from, float32 [m, head_dim / 2] each: the same tensors for all `longest` up to m."""
+        return _kept_table(self, 1 << max(LEAST_KEPT, longest - 1).bit_length(), device)
 
     def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
         """`table` times `attention_factor`: what a host rotates fresh queries and keys by."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvgraft.kernels.triton.workload import plan_work
 from kvgraft.kernels.workload import Lengths
 
 _numbers = count()
@@ -36,7 +37,7 @@ def generated(
     arguments, grid = list[Any](tensors), len(tensors[0])
     if tile:
         table, lengths = blocks
-        work = lengths.work(tile)
+        work = lengths.work(tile, 1, plan_work)
         arguments += [table, table.stride(0), lengths.counts, work.chunks, work.programs, heads]
         grid = work.num_programs
     _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()))

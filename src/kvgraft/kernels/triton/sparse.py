@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvgraft.kernels.triton.tiles import parts_of, tile_of
+from kvgraft.kernels.triton.workload import plan_work
 from kvgraft.kernels.workload import Lengths
 
 
@@ -23,7 +24,7 @@ def block_sparse_attention(
     value_dim, dim = values.shape[3], triton.next_power_of_2(head_dim)
     tile = tile_of(dim)
     parts = parts_of(group, tile)
-    work = (bound or Lengths(lengths)).work(tile, parts)
+    work = (bound or Lengths(lengths)).work(tile, parts, plan_work)
     left = torch.empty(len(work.chunks), group, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(len(work.chunks), group, dtype=torch.float32, device=query.device)
     width = {"VALUE_DIM": triton.next_power_of_2(value_dim), "ROWS": max(16, triton.next_power_of_2(group // parts))}

@@ -1,6 +1,6 @@
 """What a program of a kernel takes at a time, how many share the tokens of one sequence, and where heads lie."""
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def splits_of(device: torch.device, programs: int, num_tokens: int) -> int:
     return max(1, min(MOST_SPLITS, programs_of(device) // programs, num_tokens // LEAST_SPLIT))
 
 
-@lru_cache(maxsize=1024)
+@cache  # graphs of decode steps read it where it is
 def places_of(heads: LayerHeads, device: torch.device) -> Tensor:
     """Return the page list, the stream and whether it is local, of each KV head: int32 [3, Hkv] on the device."""
     return torch.tensor([heads.page_lists, heads.streams, heads.local], dtype=torch.int32).to(device)
