@@ -61,7 +61,7 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
 def spoil_grafted_blocks(host: Host) -> int:
     """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens that are."""
     known = host.side._continuing._known._blocks.values()
-    blocks = host.known.pool.find({key for key, _, grafted in known if grafted})
+    blocks = host.known.pool.find({key for key, _, grafted, _ in known if grafted})
     host.poison(blocks)
     return len(blocks) * BLOCK
 
