@@ -35,6 +35,7 @@ from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.guard.distances import first_token
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import make_documents
+from kvgraft.testbed.tasks import read
 from kvgraft.testbed.vocabulary import NUMBERS
 from research.conversations import DEEP, FACTS, Condition, Turn, answers, ask
 
@@ -49,6 +50,7 @@ WORDS = {"long": 90, "short": 45}  # of a document of the testbed: where prompts
 CHARACTERS = {"long": 700, "short": 260}  # of one of real text
 GROWING: tuple[Shape, ...] = ("clock", "thinking", "tools")
 NUM_TOOLS = 6
+MOST_ATTEMPTS = 50  # to write documents of which the first one can be asked about
 NOISE = "order noise"
 
 CONDITIONS: Mapping[str, Condition] = {
@@ -123,13 +125,16 @@ def make_sessions(
 ) -> Iterator[tuple[Shape, int, list[Turn]]]:
     """(shape, number, turns); `count` of each shape."""
     for shape, number in product(shapes, range(count)):
-        rng = Random(f"{shape} {seed} {number}")  # noqa: S311
-        total, size = NUM_TOOLS + TURNS, "short" if shape in GROWING else "long"
-        if testbed:
-            written = make_documents(rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS[size])
-            documents = list(written)
-        else:
-            documents = rng.sample(pieces(CHARACTERS[size]), total)
+        for attempt in range(MOST_ATTEMPTS):
+            rng = Random(f"{shape} {seed} {number} {attempt}")  # noqa: S311
+            total, size = NUM_TOOLS + TURNS, "short" if shape in GROWING else "long"
+            if testbed:
+                written = make_documents(rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS[size])
+                documents = list(written)
+            else:
+                documents = rng.sample(pieces(CHARACTERS[size]), total)
+            if not testbed or read(documents[NUM_TOOLS : NUM_TOOLS + 1]):
+                break  # the first turn has something to ask for
         yield shape, number, list(session(shape, rng, documents, testbed=testbed))
 
 

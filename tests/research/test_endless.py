@@ -1,0 +1,71 @@
+"""Sessions without an end: their prompts, and what is called level."""
+
+from random import Random
+
+import pytest
+
+from kvgraft.testbed.tasks import read
+from research.endless import EARLY, GROUPS, NUM_TOOLS, SHAPES, TURNS, WINDOW, Row, Shape, make_sessions, table, trend
+from research.endless import in_another_order as reordered
+
+
+@pytest.fixture(scope="module")
+def sessions() -> dict[Shape, list[tuple[str, ...]]]:
+    """By shape the prompts of one session."""
+    made = make_sessions(SHAPES, 1, 7, testbed=True)
+    return {shape: [turn.segments for turn in turns] for shape, _, turns in made}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_turn_brings_one_document_and_asks_what_the_prompt_says(shape: Shape):
+    [(_, _, turns)] = make_sessions([shape], 1, 7, testbed=True)
+    assert len(turns) == TURNS
+    for turn in turns:
+        *texts, question = turn.segments
+        assert turn.answer in {found.answer for found in read(texts) if found.text == question}
+    assert len({turn.segments[-2] for turn in turns}) == TURNS
+
+
+def test_shapes_differ_in_what_becomes_of_the_history(sessions: dict[Shape, list[tuple[str, ...]]]):
+    last = {shape: prompts[-1] for shape, prompts in sessions.items()}
+    assert len(last["dropping"]) == 2 * WINDOW + 1
+    assert sessions["dropping"][-2][3:-1] == last["dropping"][1:-3]  # the oldest group is gone
+    assert len(last["window"]) == WINDOW + 2
+    assert len(last["summary"]) < 2 * GROUPS + 3
+    assert last["summary"][1].startswith("so far :")
+    assert len({prompt[0] for prompt in sessions["clock"]}) == TURNS
+    assert {*sessions["tools"][5][1 : NUM_TOOLS + 1]} == {*last["tools"][1 : NUM_TOOLS + 1]}
+    assert sessions["tools"][5][1 : NUM_TOOLS + 1] != last["tools"][1 : NUM_TOOLS + 1]
+    for prompt in sessions["thinking"][1:]:
+        assert [text.startswith("let me see :") for text in prompt].count(True) == 1
+
+
+def test_another_order_keeps_the_beginning_and_the_question():
+    [(_, _, turns)] = make_sessions(["window"], 1, 7, testbed=True)
+    other = reordered(turns[-1], Random(1))
+    assert other.segments != turns[-1].segments
+    assert sorted(other.segments) == sorted(turns[-1].segments)
+    assert (other.segments[0], other.segments[-1]) == (turns[-1].segments[0], turns[-1].segments[-1])
+
+
+def rows(computed: float, kl: float) -> list[Row]:
+    """Two sessions of which late turns compute so much, and whose KL grows by so much a turn."""
+    return [
+        Row("window", number, turn, "default", 1.0, kl * turn, 1, 100, 0.2 if turn in EARLY else computed)
+        for number in range(2)
+        for turn in range(1, TURNS + 1)
+    ]
+
+
+@pytest.mark.parametrize(("computed", "level"), [(0.2, "yes"), (0.24, "NO")])
+def test_late_turns_that_compute_more_are_not_level(computed: float, level: str):
+    made = table(rows(computed, 0), "window")
+    cells = {str(column.header): next(iter(column.cells)) for column in made.columns}
+    assert cells["level"] == level
+    assert cells["late / early"] == f"{computed / 0.2:.2f}"
+
+
+def test_the_trend_is_of_ten_turns():
+    value, low, high = trend(rows(0.2, 0.01))
+    assert low <= value <= high
+    assert value == pytest.approx(0.1)
