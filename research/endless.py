@@ -6,7 +6,7 @@
 Six shapes, by what happens to the history: the oldest group of a turn is dropped at a budget (`dropping`) or goes into
 a summary (`summary`), a clock stands in front of everything (`clock`), what a model thought is left out of later
 prompts (`thinking`), tools come in another order (`tools`), documents of a window do (`window`). A group is a document,
-a question and its answer. Nothing is frozen, and nothing is read anew: what a server does by default.
+a question and its answer. Nothing is frozen and the idle refresh is off: what a server does by default.
 """
 
 import argparse

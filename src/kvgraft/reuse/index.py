@@ -103,12 +103,13 @@ class ReuseIndex:
             unlimited: register blocks even where enough others hold the content (what is frozen outlives them).
         """
         first, stop = offer.num_registered, len(pages)
+        versions = self.pool.versions_of(pages[first:].tolist())
         cuts = (first + 1 + np.flatnonzero(np.diff(depths[first:stop]))).tolist()
         for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
             if begin < end:
-                self._register(offer, tokens, pages, slice(begin, end), int(depths[begin]), unlimited)
-        new, size = pages[first:stop], self.pool.block_size
-        self.readings.note(offer.source, offer.spans, new, self.pool.versions_of(new.tolist()), first, size)
+                held = versions[begin - first : end - first]
+                self._register(offer, tokens, pages, held, slice(begin, end), int(depths[begin]), unlimited)
+        self.readings.note(offer.source, offer.spans, pages[first:], versions, first, self.pool.block_size)
         offer.num_registered = max(first, stop)
 
     def register(
@@ -122,9 +123,16 @@ class ReuseIndex:
         return found
 
     def _register(
-        self, offer: Offer, tokens: np.ndarray, pages: np.ndarray, where: slice, depth: int, unlimited: bool
+        self,
+        offer: Offer,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        versions: np.ndarray,
+        where: slice,
+        depth: int,
+        unlimited: bool,
     ) -> None:
-        """Consecutive blocks of one depth."""
+        """Consecutive blocks of one depth, whose pages have these versions."""
         if depth > self.max_depth:
             offer.last_entry = -1
             return
@@ -133,7 +141,7 @@ class ReuseIndex:
         ids = self.segments.insert(
             tokens[where.start * size : where.stop * size],
             pages[where],
-            self.pool.versions_of(held),
+            versions,
             source=offer.source,
             source_start=where.start * size,
             scope=offer.scope,

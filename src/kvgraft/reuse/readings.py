@@ -69,17 +69,25 @@ class Readings:
         return labelled
 
     def _together(self, matches: Sequence[Match], sources: np.ndarray, of: np.ndarray) -> np.ndarray:
-        """Which matches have been read together, bool [n, n]: those of one source, and each of which the other's source
-        was read behind."""
+        """Return which matches have been read together, bool [n, n]: those of one source, and each
+        of which the other's source was read behind."""
         starts = np.array([match.source_start for match in matches], np.int64)
         lengths = np.array([match.length for match in matches], np.int64)
+        spans = [self._of(source) for source in sources.tolist()]
+        readers = np.repeat(np.arange(len(sources)), [len(rows) for rows in spans])
+        read, first, stop = np.concatenate(spans).T
+
+        order = np.argsort(of, kind="stable")  # matches by source
+        begins, ends = (np.searchsorted(sources[of[order]], read, side) for side in ("left", "right"))
+        pairs = np.repeat(np.arange(len(read)), ends - begins)  # of a span and a match of its source
+        places = np.arange(len(pairs)) - np.repeat((ends - begins).cumsum() - ends, ends - begins)
+        match = order[places]
+        within = np.minimum(stop[pairs], starts[match] + lengths[match])
+        within -= np.maximum(first[pairs], starts[match])
+        whole = within >= LEAST_SHARE * lengths[match]
+
         behind = np.zeros((len(sources), len(matches)), bool)
-        for row, source in enumerate(sources.tolist()):
-            spans = self._of(source)
-            spans = spans[np.isin(spans[:, 0], sources)]
-            within = np.minimum(spans[:, 2, None], starts + lengths) - np.maximum(spans[:, 1, None], starts)
-            same = spans[:, 0, None] == sources[of]
-            behind[row] = (same & (within >= LEAST_SHARE * lengths)).any(0)
+        behind[readers[pairs[whole]], match[whole]] = True
         met: np.ndarray = behind[of]
         return met | met.T | (of[:, None] == of)
 
