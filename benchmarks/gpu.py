@@ -4,7 +4,7 @@ kernels, and each figure that the papers give.
 Each is a command of its own that ends within eight minutes. What it prints is written at once: all of it to `gpu.json`,
 the figures of interest to a page.
 
-    python benchmarks/gpu.py [--only vllm-exact --only vllm-8k] [--out results]      # or: make gpu
+    python benchmarks/gpu.py [--only vllm-exact --only vllm-compiled] [--out results]      # or: make gpu
 """
 
 import json
@@ -31,6 +31,7 @@ from scenarios import GRID
 ROOT = Path(__file__).parents[1]
 Row = tuple[str, str]  # what, figure
 LIMIT_S = 480
+KERNELS = 12  # on the page, of a profile
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,19 @@ def _served(found: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _profiled(found: dict[str, Any]) -> list[Row]:
+    rows = []
+    for row in found["rows"]:
+        what = f"{row['tokens']} tokens, {found['settings']['reuse']:.0%} known, {row['policy']}"
+        rows.append((f"{what}: ms; ms in which the device is busy", f"{row['median_ms']:.0f}; {row['busy_ms']:.0f}"))
+        longest = row["kernels"][:KERNELS]
+        rows += [
+            (f"{what}, kernel `{own['name'][:60]}`: launches, ms", f"{own['launches']}, {own['ms']:.1f}")
+            for own in longest
+        ]
+    return rows
+
+
 def _exact(found: dict[str, Any]) -> list[Row]:
     return [(fact["name"], f"{'yes' if fact['holds'] else '**no**'}: {fact['found']}") for fact in found["facts"]]
 
@@ -176,9 +190,8 @@ def measurements(device: str) -> list[Measurement]:
     served = ("benchmarks/serve.py", *on, *bfloat16)
     served_small = ("--layers", "2", "--rounds", "2", "--scenario", "4k90")
 
-    def grid(thousands: int) -> tuple[str, ...]:
-        names = [name for name in GRID if name.startswith(f"{thousands}k-")]
-        return ("--shape", "8b", "--layers", "32", *(word for name in names for word in ("--scenario", name)))
+    scenarios = (word for name in GRID for word in ("--scenario", name))
+    grid = ("--shape", "8b", "--layers", "32", "--rounds", "5", *scenarios)
 
     def first_tokens(tokens: int) -> tuple[str, ...]:
         shares = ("--reuse", "0.75", "--reuse", "0.9", "--reuse", "0.98")
@@ -191,17 +204,18 @@ def measurements(device: str) -> list[Measurement]:
             "nothing; plain vLLM is the measure",
             ("benchmarks/exactness.py", *on), ("--dtype", "bfloat16"), (), _exact, needs="vllm",
         ),
-        *(
-            Measurement(
-                f"vllm-{thousands}k", f"KVGraft in vLLM against plain vLLM, eager: {thousands}K tokens of a prompt",
-                "SparseX, Table 1: 7x to 11x (multi-round chat)", served, grid(thousands), served_small, _served,
-                needs="vllm",
-            )
-            for thousands in (8, 32)
+        Measurement(
+            "vllm-compiled", "KVGraft in vLLM against plain vLLM, compiled and with CUDA graphs (vLLM's default)",
+            "SparseX, Table 1: 7x to 11x (multi-round chat)", (*served, "--compiled"), grid, served_small, _served,
+            needs="vllm",
         ),
         Measurement(
-            "vllm-8k-compiled", "The same, compiled and with CUDA graphs, as vLLM does by default",
-            "as above", (*served, "--compiled"), grid(8), served_small, _served, needs="vllm",
+            "vllm-eager", "The same, eager", "as above", served, grid, served_small, _served, needs="vllm",
+        ),
+        Measurement(
+            "vllm-profile", "Where the time of a recovery in vLLM goes, compiled", "nothing",
+            ("benchmarks/recovery_profile.py", "--compiled", *on, *bfloat16), ("--shape", "8b", "--layers", "32"),
+            ("--tokens", "512", "--layers", "2", "--rounds", "1", "--policies", "spread"), _profiled, needs="vllm",
         ),
         Measurement(
             "vllm-exact-float32", "KVGraft in vLLM in float32 (Triton attention)",

@@ -18,6 +18,7 @@ from workload import Ask, Shape, arrivals, make_workload
 
 OnProgress = Callable[[int, int], object]
 SETTLE_S = 1.5  # vLLM's workers spin for a second after their last step, on the cores that the other server needs
+GPU_SETTLE_S = 0.3  # where there are cores for both
 STALL_WARM_UP_TOKENS = 5  # of every stream, before the first prompt is sent
 
 
@@ -137,9 +138,17 @@ class Pair:
 
 
 async def run_scenario(
-    scenario: Scenario, pair: Pair, words: Sequence[str], seed: int, on_progress: OnProgress
+    scenario: Scenario,
+    pair: Pair,
+    words: Sequence[str],
+    seed: int,
+    on_progress: OnProgress,
+    settle_s: float = SETTLE_S,
 ) -> Figure:
     """All rounds of a scenario; the documents are read once by both servers, every prompt is new to both.
+
+    Args:
+        settle_s: seconds without a request before each server's turn.
 
     Raises:
         RuntimeError: a request failed.
@@ -155,7 +164,7 @@ async def run_scenario(
     for number in range(scenario.rounds + 1):
         batch = prompts[number * scenario.prompts : (number + 1) * scenario.prompts]
         for client in pair.in_turn(number):
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(settle_s)
             value, answered = await _one_round(client, scenario, batch, words, seed + number)
             if number:
                 seconds[client].append(value)

@@ -24,7 +24,17 @@ from rich.console import Console
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import Server
 from load import Client, Summary, drive, local_tokenizer, words_of
-from scenarios import FAMILIES, SCENARIOS, Figure, Pair, compare_workloads, make_random_model, run_scenario
+from scenarios import (
+    FAMILIES,
+    GPU_SETTLE_S,
+    SCENARIOS,
+    SETTLE_S,
+    Figure,
+    Pair,
+    compare_workloads,
+    make_random_model,
+    run_scenario,
+)
 from servers import THREADS, ServerOptions, start
 from tables import comparison_of, configuration, line_of, table_of
 from ttft import SHAPES
@@ -153,8 +163,9 @@ def in_turn(pairing: Pairing, settings: ServerOptions, name: str, console: Conso
             rounds = asyncio.run(_compare(plain, ours, pairing, words))
             console.print(str(pairing.load), comparison_of(rounds), sep="\n")
             result |= {"load": asdict(pairing.load), "rounds": [[asdict(one), asdict(two)] for one, two in rounds]}
+        settle_s = SETTLE_S if settings.device == "cpu" else GPU_SETTLE_S
         for scenario in pairing.scenarios:
-            figure = asyncio.run(_scenario(plain, ours, scenario, pairing, words))
+            figure = asyncio.run(_scenario(plain, ours, scenario, pairing, words, settle_s))
             console.print(line_of(figure), soft_wrap=True)
             result.setdefault("figures", []).append(asdict(figure) | {"met": figure.met})
     return result
@@ -172,11 +183,13 @@ async def _compare(
             )  # fmt: skip
 
 
-async def _scenario(plain: Server, ours: Server, name: str, pairing: Pairing, words: tuple[str, ...]) -> Figure:
+async def _scenario(
+    plain: Server, ours: Server, name: str, pairing: Pairing, words: tuple[str, ...], settle_s: float
+) -> Figure:
     scenario = replace(SCENARIOS[name], rounds=pairing.rounds or SCENARIOS[name].rounds)
     async with Pair.of(plain, ours, scenario.kvgraft) as pair:
         with progress_bar(errors, name) as on_progress:
-            return await run_scenario(scenario, pair, words, pairing.load.seed, on_progress)
+            return await run_scenario(scenario, pair, words, pairing.load.seed, on_progress, settle_s)
 
 
 @contextmanager

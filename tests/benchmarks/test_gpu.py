@@ -29,7 +29,16 @@ def invoke(*arguments: str) -> tuple[int, str]:
         "flows",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("tests", "vllm-8k", "first-tokens-8k", "align", "segpaged", "topk", "capacity")
+            for name in (
+                "tests",
+                "vllm-eager",
+                "vllm-profile",
+                "first-tokens-8k",
+                "align",
+                "segpaged",
+                "topk",
+                "capacity",
+            )
         ),
     ],
 )
@@ -46,10 +55,11 @@ def test_every_command_gives_rows(name: str, tmp_path: Path):
 
 def test_the_plugin_comes_first_and_nothing_may_last_longer_than_a_call():
     todo = gpu.measurements("cuda")
-    assert [each.name for each in todo[:3]] == ["vllm-exact", "vllm-8k", "vllm-32k"]
+    assert [each.name for each in todo[:3]] == ["vllm-exact", "vllm-compiled", "vllm-eager"]
     assert gpu.LIMIT_S <= 480
-    [at_8k] = [each.at_size for each in todo if each.name == "vllm-8k"]
-    assert {word for word in at_8k if "8k-" in word} == {"8k-0", "8k-50", "8k-75", "8k-90", "8k-98"}
+    [grid] = [each.at_size for each in todo if each.name == "vllm-compiled"]
+    shares = (0, 50, 75, 90, 98)
+    assert {word for word in grid if "k-" in word} == {f"{size}k-{share}" for size in (8, 32) for share in shares}
 
 
 def test_what_fails_and_prints_is_on_the_page_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
