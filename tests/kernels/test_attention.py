@@ -157,6 +157,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flash attention wherever it can be, and the forms in which it has been called."""
     from kvgraft.kernels.triton import attention
 
+    if DEVICE == "cuda":
+        attention._has_flash(torch.device(DEVICE))  # which asks once
     called: list[str] = []
 
     def noted(name: str) -> Callable[..., torch.Tensor]:
