@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -152,28 +153,24 @@ def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: i
     """Of one layer for the last tokens of a prompt, the others of which are there."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
 
-    def compute(ctx: PrefillContext) -> Callable[[], object]:
-        hidden = ctx.embed(plan.active)
-        return lambda: ctx.layer(0, hidden)
+    def prepared() -> Callable[[], object]:
+        ctx = context(plan)
+        return partial(ctx.layer, 0, ctx.embed(plan.active))
 
-    return _least(lambda: compute(context(plan)), repeats)
+    return _least(prepared, repeats)
 
 
 def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
     """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
     plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)])
-
-    def copy(ctx: PrefillContext) -> Callable[[], object]:
-        return lambda: ctx.graft(range(1))
-
-    return _least(lambda: copy(context(plan)), SMALL_REPEATS)
+    return _least(lambda: partial(context(plan).graft, range(1)), SMALL_REPEATS)
 
 
 def _least(make: Callable[[], Callable[[], object]], repeats: int) -> float:
-    """Seconds of the fastest of some runs; results are waited for.
+    """Return the seconds of the fastest of some runs; each waits for the device.
 
-    What is made once for all layers of a prompt (slots, layouts, metadata) is made before: the layer does its
-    work twice, and the second time counts.
+    Each run does the same work twice, and the second time counts. The first also makes what all
+    layers of a prompt share (slots, layouts, metadata), which must not be counted in every layer.
     """
     seconds = []
     for _ in range(repeats):
