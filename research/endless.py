@@ -6,7 +6,7 @@
 Six shapes, by what happens to the history: the oldest group of a turn is dropped at a budget (`dropping`) or goes into
 a summary (`summary`), a clock stands in front of everything (`clock`), what a model thought is left out of later
 prompts (`thinking`), tools come in another order (`tools`), documents of a window do (`window`). A group is a document,
-a question and its answer. Nothing is frozen and the idle refresh is off: what a server does by default.
+a question and its answer. Nothing is frozen and the idle refresh is off, as in a server by default.
 """
 
 import argparse
@@ -129,7 +129,8 @@ def make_sessions(
             rng = Random(f"{shape} {seed} {number} {attempt}")  # noqa: S311
             total, size = NUM_TOOLS + TURNS, "short" if shape in GROWING else "long"
             if testbed:
-                written = make_documents(rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS[size])
+                num_tokens, orders = total * WORDS[size], [tuple(range(total))]
+                written = make_documents(rng, FACTS, orders=orders, num_tokens=num_tokens)
                 documents = list(written)
             else:
                 documents = rng.sample(pieces(CHARACTERS[size]), total)

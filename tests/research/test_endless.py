@@ -5,8 +5,20 @@ from random import Random
 import pytest
 
 from kvgraft.testbed.tasks import read
-from research.endless import EARLY, GROUPS, NUM_TOOLS, SHAPES, TURNS, WINDOW, Row, Shape, make_sessions, table, trend
-from research.endless import in_another_order as reordered
+from research import endless
+from research.endless import (
+    EARLY,
+    GROUPS,
+    NUM_TOOLS,
+    SHAPES,
+    TURNS,
+    WINDOW,
+    Row,
+    Shape,
+    make_sessions,
+    table,
+    trend,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +54,20 @@ def test_shapes_differ_in_what_becomes_of_the_history(sessions: dict[Shape, list
 
 def test_another_order_keeps_the_beginning_and_the_question():
     [(_, _, turns)] = make_sessions(["window"], 1, 7, testbed=True)
-    other = reordered(turns[-1], Random(1))
+    other = endless.in_another_order(turns[-1], Random(1))
     assert other.segments != turns[-1].segments
     assert sorted(other.segments) == sorted(turns[-1].segments)
-    assert (other.segments[0], other.segments[-1]) == (turns[-1].segments[0], turns[-1].segments[-1])
+    assert other.segments[0] == turns[-1].segments[0]
+    assert other.segments[-1] == turns[-1].segments[-1]
 
 
 def rows(computed: float, kl: float) -> list[Row]:
     """Two sessions of which late turns compute so much, and whose KL grows by so much a turn."""
     return [
-        Row("window", number, turn, "default", 1.0, kl * turn, 1, 100, 0.2 if turn in EARLY else computed)
+        Row("window", number, turn, "default", 1.0, kl * turn, 1, 100, share)
         for number in range(2)
         for turn in range(1, TURNS + 1)
+        for share in [0.2 if turn in EARLY else computed]
     ]
 
 

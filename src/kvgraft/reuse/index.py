@@ -108,8 +108,10 @@ class ReuseIndex:
         for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
             if begin < end:
                 held = versions[begin - first : end - first]
-                self._register(offer, tokens, pages, held, slice(begin, end), int(depths[begin]), unlimited)
-        self.readings.note(offer.source, offer.spans, pages[first:], versions, first, self.pool.block_size)
+                where, depth = slice(begin, end), int(depths[begin])
+                self._register(offer, tokens, pages, held, where, depth, unlimited)
+        size = self.pool.block_size
+        self.readings.note(offer.source, offer.spans, pages[first:], versions, first, size)
         offer.num_registered = max(first, stop)
 
     def register(

@@ -78,8 +78,9 @@ class Readings:
         read, first, stop = np.concatenate(spans).T
 
         order = np.argsort(of, kind="stable")  # matches by source
-        begins, ends = (np.searchsorted(sources[of[order]], read, side) for side in ("left", "right"))
-        pairs = np.repeat(np.arange(len(read)), ends - begins)  # of a span and a match of its source
+        by_source = sources[of[order]]
+        begins, ends = (np.searchsorted(by_source, read, side) for side in ("left", "right"))
+        pairs = np.repeat(np.arange(len(read)), ends - begins)  # a span and a match of its source
         places = np.arange(len(pairs)) - np.repeat((ends - begins).cumsum() - ends, ends - begins)
         match = order[places]
         within = np.minimum(stop[pairs], starts[match] + lengths[match])
