@@ -4,7 +4,7 @@ kernels, and each figure that the papers give.
 Each is a command of its own that ends within eight minutes. What it prints is written at once: all of it to `gpu.json`,
 the figures of interest to a page.
 
-    python benchmarks/gpu.py [--only vllm-exact --only vllm-compiled] [--out results]      # or: make gpu
+    python benchmarks/gpu.py [--only vllm-exact --only vllm-compiled] [--out results]
 """
 
 import json
@@ -158,12 +158,11 @@ def _profiled(found: dict[str, Any]) -> list[Row]:
     rows = []
     for row in found["rows"]:
         what = f"{row['tokens']} tokens, {found['settings']['reuse']:.0%} known, {row['policy']}"
-        rows.append((f"{what}: ms; ms in which the device is busy", f"{row['median_ms']:.0f}; {row['busy_ms']:.0f}"))
-        longest = row["kernels"][:KERNELS]
-        rows += [
-            (f"{what}, kernel `{own['name'][:60]}`: launches, ms", f"{own['launches']}, {own['ms']:.1f}")
-            for own in longest
-        ]
+        rows.append((f"{what}: ms", f"{row['median_ms']:.0f}"))
+        rows.append((f"{what}: ms in which the device is busy", f"{row['busy_ms']:.0f}"))
+        for kernel in row["kernels"][:KERNELS]:
+            launches = f"{what}, kernel `{kernel['name'][:60]}`, {kernel['launches']} launches: ms"
+            rows.append((launches, f"{kernel['ms']:.1f}"))
     return rows
 
 
@@ -205,17 +204,21 @@ def measurements(device: str) -> list[Measurement]:
             ("benchmarks/exactness.py", *on), ("--dtype", "bfloat16"), (), _exact, needs="vllm",
         ),
         Measurement(
-            "vllm-compiled", "KVGraft in vLLM against plain vLLM, compiled and with CUDA graphs (vLLM's default)",
-            "SparseX, Table 1: 7x to 11x (multi-round chat)", (*served, "--compiled"), grid, served_small, _served,
-            needs="vllm",
+            "vllm-compiled",
+            "KVGraft in vLLM against plain vLLM, compiled and with CUDA graphs (vLLM's default)",
+            "SparseX, Table 1: 7x to 11x (multi-round chat)",
+            (*served, "--compiled"), grid, served_small, _served, needs="vllm",
         ),
         Measurement(
-            "vllm-eager", "The same, eager", "as above", served, grid, served_small, _served, needs="vllm",
+            "vllm-eager", "The same, eager", "as above",
+            served, grid, served_small, _served, needs="vllm",
         ),
         Measurement(
             "vllm-profile", "Where the time of a recovery in vLLM goes, compiled", "nothing",
-            ("benchmarks/recovery_profile.py", "--compiled", *on, *bfloat16), ("--shape", "8b", "--layers", "32"),
-            ("--tokens", "512", "--layers", "2", "--rounds", "1", "--policies", "spread"), _profiled, needs="vllm",
+            ("benchmarks/recovery_profile.py", "--compiled", *on, *bfloat16),
+            ("--shape", "8b", "--layers", "32"),
+            ("--tokens", "512", "--layers", "2", "--rounds", "1", "--policies", "spread"),
+            _profiled, needs="vllm",
         ),
         Measurement(
             "vllm-exact-float32", "KVGraft in vLLM in float32 (Triton attention)",

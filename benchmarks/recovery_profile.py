@@ -1,7 +1,10 @@
-"""Where the time of a recovery inside vLLM goes: milliseconds to the first token by policy, share of the time that the
-device is busy, and milliseconds of each kernel. One process, a random model whose weights vLLM makes up.
+"""Where the time of a recovery inside vLLM goes.
 
-    python benchmarks/recovery_profile.py --device cuda --dtype bfloat16 --shape 8b --layers 32 [--compiled] [--json]
+Milliseconds to the first token by policy, milliseconds in which the device is busy, and
+milliseconds of each kernel. One process; vLLM makes up the weights of the model
+(`load_format="dummy"`).
+
+    python benchmarks/recovery_profile.py --device cuda --dtype bfloat16 --shape 8b --layers 32
 """
 
 import json
@@ -21,42 +24,62 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import ENVIRONMENT
+from kvgraft.prefill.policies import parse_policy
 from overhead import IN_PROCESS
 from scenarios import make_random_model
+from servers import GPU_SHARE
 from ttft import SHAPES, make_prompts
 
 OFF: dict[str, Any] = {"reuse": "off"}
-POLICIES = ("full", "spread", "naive")
+POLICIES = ["full", "spread", "naive"]
+LENGTHS = [8192, 32768]
+DEVICES = ("cpu", "cuda")
 ROOM = 128  # tokens of a context beyond the prompt
-GPU_SHARE = 0.45  # of its memory
 SHOWN = 20  # kernels
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(help="Of a prompt (repeatable).")] = [8192, 32768],  # noqa: B006
-    reuse: Annotated[float, typer.Option(help="Share of a prompt that was read before.")] = 0.9,
-    policies: Annotated[list[str], typer.Option(help="full: without reuse (repeatable).")] = list(POLICIES),  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="Of a prompt (repeatable).")] = LENGTHS,
+    reuse: Annotated[float, typer.Option(min=0, max=1, help="Known share of a prompt.")] = 0.9,
+    policies: Annotated[list[str], typer.Option(help="full: no reuse (repeatable).")] = POLICIES,
     rounds: Annotated[int, typer.Option(min=1, help="Of each, after one that warms up.")] = 5,
     shape: Annotated[str, typer.Option(help=f"Of the model: {', '.join(SHAPES)}.")] = "small",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 12,
     dtype: str = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda: what vLLM here is built for.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda: what vLLM is built for.")] = "cpu",
     compiled: Annotated[bool, typer.Option("--compiled", help="Without enforce_eager.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Time and profile prompts, whose documents were read in another order."""
-    if shape not in SHAPES:
-        raise typer.BadParameter(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
+    """Time and profile prompts whose documents were read before in another order."""
+    for name, value, known in (("shape", shape, SHAPES), ("device", device, DEVICES)):
+        if value not in known:
+            raise typer.BadParameter(f"--{name} {value!r} is not one of {', '.join(known)}")
+    try:
+        for policy in policies:
+            parse_policy(policy)
+    except ValueError as error:
+        raise typer.BadParameter(f"--policies: {error}") from error
+
     os.environ.update(ENVIRONMENT | IN_PROCESS)
     rows = []
-    with tempfile.TemporaryDirectory() as folder, progress_bar(Console(stderr=True), "policies") as on_progress:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        progress_bar(Console(stderr=True), "policies") as on_progress,
+    ):
         make_random_model(Path(folder), layers, max(tokens) + ROOM, SHAPES[shape], weights=False)
         llm = _engine(folder, dtype, compiled=compiled, on_gpu=device != "cpu")
         todo = [(length, policy) for length in tokens for policy in policies]
         for number, (length, policy) in enumerate(todo):
             on_progress(number, len(todo))
             rows.append(_measure(llm, length, policy, reuse, rounds, device))
-    settings = {"shape": shape, "layers": layers, "dtype": dtype, "reuse": reuse, "compiled": compiled}
+
+    settings = {
+        "shape": shape,
+        "layers": layers,
+        "dtype": dtype,
+        "reuse": reuse,
+        "compiled": compiled,
+    }
     if as_json:
         print(json.dumps({"device": device, "settings": settings, "rows": rows}))
         return
@@ -68,7 +91,8 @@ def main(
 
 
 def _title(row: dict[str, Any]) -> str:
-    return f"{row['tokens']} tokens, {row['policy']}: {row['median_ms']:.1f} ms, device busy {row['busy_ms']:.1f} ms"
+    times = f"{row['median_ms']:.1f} ms, device busy {row['busy_ms']:.1f} ms"
+    return f"{row['tokens']} tokens, {row['policy']}: {times}"
 
 
 def _engine(folder: str, dtype: str, *, compiled: bool, on_gpu: bool) -> Any:
@@ -76,13 +100,27 @@ def _engine(folder: str, dtype: str, *, compiled: bool, on_gpu: bool) -> Any:
 
     from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
+    memory = {"gpu_memory_utilization": GPU_SHARE} if on_gpu else {}
     return LLM(
-        folder, dtype=dtype, load_format="dummy", block_size=32, enforce_eager=not compiled, worker_cls=WORKER_CLASS,
-        kv_transfer_config=transfer_config(costs="tokens"), **({"gpu_memory_utilization": GPU_SHARE} if on_gpu else {}),
-    )  # fmt: skip
+        folder,
+        dtype=dtype,
+        load_format="dummy",
+        block_size=32,
+        enforce_eager=not compiled,
+        worker_cls=WORKER_CLASS,
+        kv_transfer_config=transfer_config(costs="tokens"),  # whatever reuse takes here
+        **memory,
+    )
 
 
-def _measure(llm: Any, length: int, policy: str, reuse: float, rounds: int, device: str) -> dict[str, Any]:
+def _measure(
+    llm: Any,
+    length: int,
+    policy: str,
+    reuse: float,
+    rounds: int,
+    device: str,
+) -> dict[str, Any]:
     """Times of some prompts, and the profile of one more."""
     options = OFF if policy == "full" else {"policy": policy}
     times, report = [], dict[str, Any]()
@@ -93,16 +131,22 @@ def _measure(llm: Any, length: int, policy: str, reuse: float, rounds: int, devi
         if number <= rounds:
             seconds, report = _ask(llm, prompt, options)
             times.append(1e3 * seconds)
+
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
     with profile(activities=kinds) as profiled:
         seconds, _ = _ask(llm, prompt, options)
     busy, kernels = _kernels(profiled)
     return {
-        "tokens": length, "policy": policy, "ms": times[1:], "median_ms": statistics.median(times[1:]),
+        "tokens": length,
+        "policy": policy,
+        "ms": times[1:],
+        "median_ms": statistics.median(times[1:]),
         "stages_ms": {stage: 1e3 * own for stage, own in report.get("stages", {}).items()},
-        "recomputed": report.get("recomputed_tokens", 0), "profiled_ms": 1e3 * seconds,
-        "busy_ms": busy, "kernels": kernels,
-    }  # fmt: skip
+        "recomputed": report.get("recomputed_tokens", 0),
+        "profiled_ms": 1e3 * seconds,
+        "busy_ms": busy,
+        "kernels": kernels,
+    }
 
 
 def _ask(llm: Any, prompt: list[int], options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -118,7 +162,8 @@ def _ask(llm: Any, prompt: list[int], options: dict[str, Any]) -> tuple[float, d
 
 def _kernels(profiled: profile) -> tuple[float, list[dict[str, Any]]]:
     """(ms in which the device does anything, its kernels and copies by their time)."""
-    events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [event for event in profiled.events() if event.device_type == on_device]
     found: dict[str, list[float]] = defaultdict(list)
     busy, end = 0.0, 0.0
     for event in sorted(events, key=lambda event: event.time_range.start):

@@ -184,12 +184,18 @@ async def _compare(
 
 
 async def _scenario(
-    plain: Server, ours: Server, name: str, pairing: Pairing, words: tuple[str, ...], settle_s: float
+    plain: Server,
+    ours: Server,
+    name: str,
+    pairing: Pairing,
+    words: tuple[str, ...],
+    settle_s: float,
 ) -> Figure:
     scenario = replace(SCENARIOS[name], rounds=pairing.rounds or SCENARIOS[name].rounds)
     async with Pair.of(plain, ours, scenario.kvgraft) as pair:
         with progress_bar(errors, name) as on_progress:
-            return await run_scenario(scenario, pair, words, pairing.load.seed, on_progress, settle_s)
+            seed = pairing.load.seed
+            return await run_scenario(scenario, pair, words, seed, on_progress, settle_s)
 
 
 @contextmanager

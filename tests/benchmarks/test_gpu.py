@@ -59,7 +59,8 @@ def test_the_plugin_comes_first_and_nothing_may_last_longer_than_a_call():
     assert gpu.LIMIT_S <= 480
     [grid] = [each.at_size for each in todo if each.name == "vllm-compiled"]
     shares = (0, 50, 75, 90, 98)
-    assert {word for word in grid if "k-" in word} == {f"{size}k-{share}" for size in (8, 32) for share in shares}
+    expected = {f"{size}k-{share}" for size in (8, 32) for share in shares}
+    assert {word for word in grid if "k-" in word} == expected
 
 
 def test_what_fails_and_prints_is_on_the_page_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
