@@ -27,6 +27,7 @@ from kvgraft.vllm.compat import group_attention
 from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
+from kvgraft.vllm.row_chunks import RowChunks
 from launches import MAX_LENGTH, VLLM_SHAPE, documents, prompts
 from ttft import make_model
 
@@ -114,15 +115,17 @@ def reads(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, tup
     """By policy the bytes of KV that attention reads in all layers; and what tiles would read that are full, and whose
     rows all see what the last one sees."""
     chunks: list[PrefillChunk] = []
-    metadata_of, found = VllmPrefill._rows_metadata, {}
+    metadata_of, found = RowChunks.metadata, {}
 
-    def noted(ctx: VllmPrefill, chunk: PrefillChunk) -> Any:
+    def noted(rows: RowChunks, chunk: PrefillChunk) -> Any:
         chunks.append(chunk)
-        return metadata_of(ctx, chunk)
+        return metadata_of(rows, chunk)
 
-    monkeypatch.setattr(VllmPrefill, "_rows_metadata", noted)
+    monkeypatch.setattr(RowChunks, "metadata", noted)
     with torch.inference_mode(), FakeDevice() as device:
-        recover = recoveries(loaded.host("cuda"), LONG)
+        host = loaded.host("cuda")
+        host.runs_as_one = False  # metadata is asked for in every layer
+        recover = recoveries(host, LONG)
         for policy in POLICIES:
             chunks.clear()
             with device.counting() as operations:
@@ -208,7 +211,7 @@ def test_rows_come_back_in_their_order(loaded: LoadedModel, monkeypatch: pytest.
                     ctx.layer(1, Hidden(hidden.states, where)).states,
                 )
             )
-            orders = [chunk.order is not None for chunk in ctx._chunks]
+            orders = [chunk.order is not None for chunk in ctx._rows.of(where)]
         assert orders == [bool(devices)]
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm(dim=(1, 2)).max() < 0.1 * theirs.norm(dim=(1, 2)).min()

@@ -37,12 +37,12 @@ class FakeContext:
     def embed(self, where: torch.Tensor) -> Hidden:
         return Hidden(torch.zeros(int(where.sum()), 1), where)
 
-    def layer(self, index: int, hidden: Hidden) -> Hidden:
-        self._take(PASS_S + TOKEN_S * len(hidden.states))
+    def run(self, layers: range, hidden: Hidden) -> Hidden:
+        self._take(len(layers) * (PASS_S + TOKEN_S * len(hidden.states)))
         return hidden
 
     def graft(self, layers: range) -> None:
-        self._take(COPY_S * self.plan.graft_targets.numel())
+        self._take(len(layers) * COPY_S * self.plan.graft_targets.numel())
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -61,6 +61,26 @@ class Host:
         self._ids[name] = self.engine.add_request(name, as_prompt(ask), params, lora_request=as_lora(ask))
         return name
 
+    def count_forwards(self) -> int:
+        """Count from now on in `num_forwards` the recoveries' forwards of the whole model, and in `num_layers` the
+        layers that are called in them, which a compiled model does not call."""
+        self.num_forwards = self.num_layers = 0
+        run_model = self.model.run_model
+
+        def counting(*given: Any) -> Any:
+            self.num_forwards += 1
+            hooks = [layer.module.register_forward_pre_hook(count_layer) for layer in self.model.layers]
+            states = run_model(*given)
+            for hook in hooks:
+                hook.remove()
+            return states
+
+        def count_layer(*_: Any) -> None:
+            self.num_layers += 1
+
+        self.model.run_model = counting
+        return 0
+
     def request(self, name: str) -> Any:
         """vLLM's own object, as long as it lives."""
         return self.scheduler.requests[self._ids[name]]

@@ -417,7 +417,7 @@ def test_runs_attend_as_pseudo_sequences(
     query = numbers(where.numel(), HEADS, 64, dtype=kind, seed=6)
     own = [torch.cat([content[p][i][first:stop] for p, first, stop in runs]) for i in (1, 2)]
     metadata = host.metadata(runs, [tables], where[None], len(runs), [None])
-    with torch.inference_mode(), host._context(0, where[None], metadata):
+    with torch.inference_mode(), host._context([0], where[None], metadata):
         found = layer(query.flatten(1), own[0].flatten(1), own[1].flatten(1)).view_as(query)
     row = 0
     for prompt, first, stop in runs:

@@ -156,7 +156,7 @@ HANDED = {
     ("compat/cache_dtype.py", "", "cache"): CACHE,
     ("compat/model.py", "", "self.attentions[0].impl"): IMPLS,
     ("compat/layer_caches.py", "", "attention.impl"): IMPLS,
-    ("compat/model.py", "agree", "group"): "vllm.distributed.parallel_state:GroupCoordinator",
+    ("compat/ranks.py", "over_ranks", "ranks"): "vllm.distributed.parallel_state:GroupCoordinator",
     ("worker.py", "", "super()"): WORKERS,
     ("worker.py", "", "self"): WORKERS,
     ("worker.py", "", "self.cache_config"): CACHE,

@@ -164,6 +164,20 @@ def test_a_long_recovery_spends_its_budget_and_lets_others_decode(
     assert [host.finish(name)[0].tokens] == plain.tokens(prompt, max_tokens=1)
 
 
+def test_a_recovery_that_a_step_has_room_for_is_one_forward(
+    host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """And a longer one goes layer by layer, since others must come between."""
+    host.read(document := blocks(30, 1))
+    forwards = Spy(host.model, "run_model", monkeypatch)
+    short, long = (words(10, 3) + document[: count * BLOCK] + words(10, 4) for count in (4, 30))
+    for prompt, count in ((short, 1), (long, 0)):
+        before = forwards.num_calls
+        answers = host.ask(Ask(prompt, EVERYTHING, max_tokens=3))
+        assert forwards.num_calls - before == count
+        assert [answer.tokens for answer in answers] == plain.tokens(prompt, max_tokens=3)
+
+
 def test_prompts_that_fill_every_step_do_not_starve_a_recovery(host: Host):
     document = words(400, 1)
     host.read(document)
@@ -236,10 +250,10 @@ def test_abort_of_all_requests_of_a_batch_ends_its_work(host: Host, monkeypatch:
     names = [host.add(Ask(words(10, seed) + document, ALL_LAYERS)) for seed in (2, 3)]
     host.step()
     assert [host.state(name).recovering for name in names] == [True, True]
-    layers = Spy(host.model, "run_layer", monkeypatch)
+    work = [Spy(host.model, name, monkeypatch) for name in ("run_layer", "run_model")]
     host.abort(*names)
     host.settle()
-    assert layers.num_calls == 0
+    assert [spy.num_calls for spy in work] == [0, 0]
     assert host.count("fallbacks_total", "aborted") == 2
 
 

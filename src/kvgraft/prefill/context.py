@@ -169,10 +169,13 @@ class PrefillContext(ABC):
         """Count that the grafted tokens in `where` bool [T] were not to be trusted, and have been computed."""
         raise NotImplementedError("this host does not count what policies reject")
 
-    def run(self, layers: Iterable[int], hidden: Hidden) -> Hidden:
-        """These layers, one after the other."""
+    def run(self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+        """Run these layers, one after the other, each as `layer` does.
+
+        `hidden` must be what `embed` or a layer has returned for these tokens: a host may compute it again.
+        """
         for index in layers:
-            hidden = self.layer(index, hidden)
+            hidden = self.layer(index, hidden, spreading)
         return hidden
 
 

@@ -1,4 +1,4 @@
-"""Seconds of copying, recovery and prefill: of this model on this machine, measured on one of its layers."""
+"""Seconds of copying, recovery and prefill: of this model on this machine, measured on its layers."""
 
 import json
 import time
@@ -104,7 +104,8 @@ def find_costs(given: str | Path | Costs, measure: Callable[[], Costs]) -> Costs
 def calibrate(
     context: Callable[[Plan], PrefillContext], num_layers: int, block_size: int, length: int, *, on_gpu: bool
 ) -> Costs:
-    """Measure one layer of a model, which stands for all.
+    """Measure a model: all its layers on a GPU, where the host launches one while another is
+    computed; on a CPU the first one, which stands for all.
 
     Args:
         context: a prefill pass of a prompt with this plan, in blocks that hold nothing.
@@ -116,12 +117,16 @@ def calibrate(
     few = min(few, many // 2 // block_size * block_size or many)
     shapes = [(few, few), (many, many), (few, length), (many, length)]
     repeats = [SMALL_REPEATS if count == few else REPEATS for count, _ in shapes]
+    layers = range(num_layers if on_gpu else 1)
     seconds = np.array(
-        [_layer_seconds(context, block_size, *shape, n) for shape, n in zip(shapes, repeats, strict=True)]
+        [
+            _pass_seconds(context, layers, block_size, *shape, times)
+            for shape, times in zip(shapes, repeats, strict=True)
+        ]
     )
     rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
-    copied = _copy_seconds(context, block_size, length) / (length - 1)
-    return Costs(*(num_layers * float(found) for found in (*_fit(rows, seconds), copied)))
+    copied = _copy_seconds(context, layers, block_size, length) / (length - 1)
+    return Costs(*(num_layers / len(layers) * float(found) for found in (*_fit(rows, seconds), copied)))
 
 
 def sizes(on_gpu: bool) -> tuple[int, int, int]:
@@ -149,28 +154,30 @@ def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found
 
 
-def _layer_seconds(context: Callable[[Plan], PrefillContext], size: int, rows: int, length: int, repeats: int) -> float:
-    """Of one layer for the last tokens of a prompt, the others of which are there."""
+def _pass_seconds(
+    context: Callable[[Plan], PrefillContext], layers: range, size: int, rows: int, length: int, repeats: int
+) -> float:
+    """Of these layers for the last tokens of a prompt, the others of which are there."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
 
     def prepared() -> Callable[[], object]:
         ctx = context(plan)
-        return partial(ctx.layer, 0, ctx.embed(plan.active))
+        return partial(ctx.run, layers, ctx.embed(plan.active))
 
     return _least(prepared, repeats)
 
 
-def _copy_seconds(context: Callable[[Plan], PrefillContext], size: int, length: int) -> float:
-    """Of the copy of a whole prompt but its last token, in one layer, from the first blocks of the pool."""
+def _copy_seconds(context: Callable[[Plan], PrefillContext], layers: range, size: int, length: int) -> float:
+    """Of the copy of a whole prompt but its last token, in these layers, from the first blocks of the pool."""
     plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)])
-    return _least(lambda: partial(context(plan).graft, range(1)), SMALL_REPEATS)
+    return _least(lambda: partial(context(plan).graft, layers), SMALL_REPEATS)
 
 
 def _least(make: Callable[[], Callable[[], object]], repeats: int) -> float:
     """Return the seconds of the fastest of some runs; each waits for the device.
 
     Each run does the same work twice, and the second time counts. The first also makes what all
-    layers of a prompt share (slots, layouts, metadata), which must not be counted in every layer.
+    layers of a prompt share (slots, layouts, metadata), which must not be counted for each of them.
     """
     seconds = []
     for _ in range(repeats):

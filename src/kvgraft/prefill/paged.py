@@ -85,7 +85,8 @@ class PagedPrefill(PrefillContext):
             rows, positions = upload(query.device, rows, self.plan.positions[asking])
             keys = self._keys_at(index, self._flat_slots)
             chosen = query if len(rows) == len(query) else query[rows]
-            return attention_mass(chosen, keys, positions, self._scale, reduction, counts).cpu()
+            mass = attention_mass(chosen, keys, positions, self._scale, reduction, counts)
+            return self.over_heads(mass, reduction).cpu()
 
     def reject(self, where: Tensor) -> None:
         self.rejected |= where

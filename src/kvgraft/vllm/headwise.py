@@ -16,6 +16,7 @@ from kvgraft.prefill.context import Heads, Hidden
 from kvgraft.vllm.chunks import PrefillChunk
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, VllmPrefill
+from kvgraft.vllm.row_chunks import RowChunks
 
 ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
 
@@ -46,6 +47,7 @@ class HeadwisePrefill(VllmPrefill):
     """
 
     head_map: HeadMap
+    _rows: "HeadwiseRows"
 
     def __init__(self, head_map: HeadMap, *given: Any) -> None:
         super().__init__(*given)
@@ -54,8 +56,7 @@ class HeadwisePrefill(VllmPrefill):
         self.head_map = head_map
         self._projected: Projected | None = None
         self._now: tuple[int, Tensor, Tensor] | None = None  # layer, keys and values [T, Hkv, d] as the cache has them
-        self._layouts: list[AttentionLayout] = []  # of the chunks
-        self._head_metadata: dict[tuple[int, int, int], Any] = {}  # by group, first row of a chunk, number of KV heads
+        self._rows = HeadwiseRows(head_map, self._host, self.plan, self._tables, self._known_slots, self._slots)
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
         found = self._projected
@@ -64,7 +65,7 @@ class HeadwisePrefill(VllmPrefill):
         with self._timed(self._stage(hidden)):
             self._now = None  # makes room
             keys, values = self._with_grafts(found, reused, kept)
-            for chunk in self._chunks_of(hidden.where):
+            for chunk in self._rows.of(hidden.where):
                 rows = chunk.rows
                 self._host.store_layer(index, keys[rows], values[rows], chunk.slots)
             self._now = self._whole(found, keys, values)
@@ -81,16 +82,16 @@ class HeadwisePrefill(VllmPrefill):
         copied = [head for head in range(count) if local[head] or not self._host.attends_by_head]
         with self._timed(stage):
             pools = [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)] if copied else []
-        for chunk, layout in zip(self._chunks_of(hidden.where), self._layouts, strict=True):
+        for chunk, layout in zip(self._rows.of(hidden.where), self._rows.layouts, strict=True):
             if self._spend(chunk.positions.numel() // ATTEND):
-                self._forget_metadata()
+                self._rows.forget_metadata()
             with self._timed(stage):
                 attended = self._attended(index, chunk, layout, query[chunk.rows], heads, pools)
                 before = hidden.states[chunk.rows].unbind(1)
                 states[chunk.rows, 0], states[chunk.rows, 1] = self._host.add_attention(index, attended, *before)
-            if len(self._layouts) > 1:
+            if len(self._rows.layouts) > 1:
                 layout.give_room_back()
-        self.computed += self._counts
+        self.computed += self._rows.counts
         return hidden.with_states(states)
 
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
@@ -123,14 +124,14 @@ class HeadwisePrefill(VllmPrefill):
         """Make counts of this rank's heads those of all; heads that several ranks have count on each."""
         for counts in self.counts:
             names = sorted(counts)  # the same on every rank
-            summed = self._host.agree(torch.tensor([float(counts[name]) for name in names]), "sum")
+            summed = self.over_heads(torch.tensor([float(counts[name]) for name in names]))
             for name, total in zip(names, summed.tolist(), strict=True):
                 counts[name] = int(total)
 
     def _project(self, index: int, hidden: Hidden) -> Projected:
         self._enter(index, hidden)
         parts = []
-        for chunk in self._chunks_of(hidden.where):
+        for chunk in self._rows.of(hidden.where):
             self._spend(chunk.positions.numel() // PROJECT)
             with self._timed(self._stage(hidden)):
                 before = entering(index, hidden.states[chunk.rows].unbind(1))
@@ -204,18 +205,39 @@ class HeadwisePrefill(VllmPrefill):
     def _metadata_of(self, index: int, chunk: PrefillChunk, num_heads: int) -> Any:
         group = self._host.group_of[index]  # of its one attention layer
         key = group, chunk.rows.start, num_heads
-        if key not in self._head_metadata:
+        if key not in self._rows.head_metadata:
             common = self._host.common_metadata(chunk.runs, self._tables[group], chunk.slots[group])
-            self._head_metadata[key] = self._host.head_metadata(index, common, num_heads)
-        return self._head_metadata[key]
+            self._rows.head_metadata[key] = self._host.head_metadata(index, common, num_heads)
+        return self._rows.head_metadata[key]
 
-    def _forget_metadata(self) -> None:
-        super()._forget_metadata()
-        self._head_metadata.clear()
 
-    def _cut(self, where: Tensor, positions: Sequence[Tensor], *, splits: bool = False) -> list[PrefillChunk]:
-        chunks, sees = super()._cut(where, positions), (self.head_map.sinks, self.head_map.window)
-        places = torch.arange(self.plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
-        self._layouts = [AttentionLayout.of([positions[0][chunk.rows]], [places], *sees) for chunk in chunks]
-        self._head_metadata.clear()
+class HeadwiseRows(RowChunks):
+    """`RowChunks` whose heads attend apart from each other.
+
+    Args:
+        head_map: of the KV heads of this rank.
+        given: as `RowChunks` takes them.
+
+    Attributes:
+        layouts: by chunk, what windowed heads attend to.
+        head_metadata: by group, first row of a chunk and number of KV heads.
+    """
+
+    def __init__(self, head_map: HeadMap, *given: Any) -> None:
+        super().__init__(*given)
+        self._sees = head_map.sinks, head_map.window
+        self.layouts: list[AttentionLayout] = []
+        self.head_metadata: dict[tuple[int, int, int], Any] = {}
+
+    def forget_metadata(self) -> None:
+        super().forget_metadata()
+        self.head_metadata.clear()
+
+    def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
+        """As in `RowChunks`, for one prompt, and never split."""
+        chunks = super().cut(where)
+        places = torch.arange(self._plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
+        positions = [[chunk.known_positions] for chunk in chunks]
+        self.layouts = [AttentionLayout.of(own, [places], *self._sees) for own in positions]
+        self.head_metadata.clear()
         return chunks

@@ -9,6 +9,7 @@ from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Reduction
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.ranks import over_ranks
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class VllmLayers(LayerHost):
         return states[:0] if after is None else torch.stack(after, dim=1)[rows]
 
     def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
-        return self._host.agree(values, reduction)
+        return over_ranks(values, reduction, self.device)
 
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
         return self._host.read(index, self._slots[places])

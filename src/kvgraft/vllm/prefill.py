@@ -1,13 +1,13 @@
 """vLLM's side of the prefill protocol: policies run through the stock decoder layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kernels.layout import AttentionLayout, joined
+from kvgraft.kernels.layout import joined
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
@@ -17,13 +17,14 @@ from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
-from kvgraft.vllm.chunks import LayerOutput, PrefillChunk, Run, cut, halves, long_first, runs_of
+from kvgraft.vllm.chunks import LayerOutput, PrefillChunk, halves
 from kvgraft.vllm.compat.alignment import Alignment
-from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention, RowsMetadata
-from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.model import TOKEN_ID_DTYPE, ModelHost
 from kvgraft.vllm.compat.pools import PoolLayout
+from kvgraft.vllm.compat.ranks import over_ranks
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
+from kvgraft.vllm.row_chunks import RowChunks
 
 Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
 COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
@@ -43,6 +44,7 @@ class VllmPrefill(PagedPrefill):
         source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups;
             `NULL_PAGE` where local heads have lost theirs.
         spend: called before work with its cost in tokens (of one layer); True if other work of vLLM came between.
+        affords: whether that much can be spent before other work of vLLM must come between.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class VllmPrefill(PagedPrefill):
         tables: Sequence[Sequence[np.ndarray]],
         source_pages: np.ndarray,
         spend: Callable[[int], bool] = lambda tokens: False,
+        affords: Callable[[int], bool] = lambda tokens: True,
     ) -> None:
         offsets = np.arange(plan.block_size)
         self._tables = list(zip(*tables, strict=True))  # by group, by prompt
@@ -71,10 +74,8 @@ class VllmPrefill(PagedPrefill):
         self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
         self._host = host
         self.token_ids = token_ids
-        self._spend = spend
-        self._where: Tensor | None = None
-        self._chunks: list[PrefillChunk] = []
-        self._counts = np.zeros(0, np.int64)
+        self._spend, self._affords = spend, affords
+        self._rows = RowChunks(host, plan, self._tables, self._known_slots, self._slots)
         self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
         self._grafted: set[int] = set()  # layers
 
@@ -119,7 +120,7 @@ class VllmPrefill(PagedPrefill):
             where &= before.where
         taken = entered or [hidden] * drafter.takes_hidden
         tokens, states = drafter.inputs_of(self.token_ids, where), [before.only(where).states for before in taken]
-        for chunk in self._cut(where, self._rows_of(where)):
+        for chunk in self._rows.cut(where):
             self._spend(chunk.positions.numel())
             given = None
             if entered:
@@ -166,16 +167,16 @@ class VllmPrefill(PagedPrefill):
         return Hidden(self._host.residuals.read(index, self._slots_of(where)[0]), where)
 
     def logits(self, hidden: Hidden) -> Tensor:
-        return self._host.logits(hidden.states)
+        states = hidden.states  # `run` may have gone on to the final norm
+        return self._host.logits(states if states.ndim == 2 else self._host.normed(states))
 
     def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
         before_attention: Callable[[], None] | None = None
         if spreading is not None:
-            if index not in self._grafted and self._host.pool_layout(index) is None:
-                self.graft(range(index, self.num_layers))
+            self._graft_for_spreading(index)
             before_attention = partial(self._spread, index, spreading)
         self._enter(index, hidden)
-        stage, chunks = self._stage(hidden), self._chunks_of(hidden.where)
+        stage, chunks = self._stage(hidden), self._rows.of(hidden.where)
         if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
             self.project(index, hidden)
             before_attention()
@@ -184,36 +185,73 @@ class VllmPrefill(PagedPrefill):
         parts, queries = [], []
         for number, chunk in enumerate(chunks):
             if self._spend(chunk.positions.numel()) or rebuilds:
-                self._forget_metadata()
+                self._rows.forget_metadata()
             with self._timed(stage):
-                metadata, before = self._rows_metadata(chunk), entering(index, halves(hidden, number, chunk))
+                metadata, before = self._rows.metadata(chunk), entering(index, halves(hidden, number, chunk))
                 after = self._host.run_layer(
                     index, metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
                 )
                 parts.append(after[:2])
                 queries.append(after[2])
-        self.computed += self._counts
+        self.computed += self._rows.counts
         self._query = (index, hidden.where, joined(queries))
         after_layer = LayerOutput(parts, hidden.where, chunks)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
         return after_layer
 
+    def run(self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+        """As in the protocol; all layers, or all but the first, in one forward of the model where it can be.
+
+        Layer 0 is computed again then: what enters it are the tokens alone, so that nothing changes.
+        """
+        layers, chunks = list(layers), self._rows.of(hidden.where)
+        if not self._is_one_forward(layers, chunks, spreading):
+            return super().run(layers, hidden, spreading)
+        before_attention = {}
+        if spreading is not None:
+            for index in layers:
+                self._graft_for_spreading(index)
+            before_attention = {index: partial(self._spread, index, spreading) for index in layers}
+
+        [tokens] = upload(self._host.device, self.token_ids[hidden.where].to(TOKEN_ID_DTYPE))
+        stage, states = self._stage(hidden), []
+        for chunk in chunks:
+            if self._spend(chunk.positions.numel() * self.num_layers):
+                self._rows.forget_metadata()
+            with self._timed(stage):
+                rows = chunk.taken_from(tokens), chunk.positions, chunk.slots, self._rows.metadata(chunk)
+                states.append(self._host.run_model(*rows, before_attention))
+        self.computed += self._rows.counts * len(layers)
+        self._query = None
+        return Hidden(self._rows.in_order(hidden.where, joined(states)), hidden.where)
+
+    def _is_one_forward(self, layers: list[int], chunks: Sequence[PrefillChunk], spreading: Spreading | None) -> bool:
+        """Whether a forward of the model computes these layers, and nothing must come between them: no other work of
+        vLLM, and no KV of later chunks that is spread in an earlier layer."""
+        every = list(range(self.num_layers))
+        if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
+            return False
+        num_rows = sum(chunk.positions.numel() for chunk in chunks)
+        return (spreading is None or len(chunks) == 1) and self._affords(num_rows * self.num_layers)
+
+    def _graft_for_spreading(self, index: int) -> None:
+        """Copy what `_spread` does not copy itself."""
+        if index not in self._grafted and self._host.pool_layout(index) is None:
+            self.graft(range(index, self.num_layers))
+
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []
-        for number, chunk in enumerate(self._chunks_of(hidden.where)):
+        for number, chunk in enumerate(self._rows.of(hidden.where)):
             if self._spend(chunk.positions.numel() // PROJECT):
-                self._forget_metadata()
+                self._rows.forget_metadata()
             with self._timed("select"):
                 before = entering(index, halves(hidden, number, chunk))
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
         self._query = (index, hidden.where, joined(queries))
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
-        return self._host.agree(values, reduction)
-
-    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        return self.over_heads(super().scores(index, queries, reduction), reduction)
+        return over_ranks(values, reduction, self._host.device)
 
     def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         return self._host.turning(*upload(self._host.device, shifts))
@@ -292,67 +330,10 @@ class VllmPrefill(PagedPrefill):
             old_keys, old_values = self._host.read_layer(index, slots[:, part])
             self._host.write_layer(index, old_keys + keys[part], old_values + values[part], slots[:, part])
 
-    def _chunks_of(self, where: Tensor) -> list[PrefillChunk]:
-        if self._where is None or not self._where.equal(where):
-            positions = self._rows_of(where)
-            self._where, self._chunks = where, self._cut(where, positions, splits=True)
-            self._counts = np.array([p.numel() for p in positions])
-        return self._chunks
-
-    def _cut(self, where: Tensor, positions: Sequence[Tensor], *, splits: bool = False) -> list[PrefillChunk]:
-        """With `splits`, long runs come first where our kernel takes the others."""
-        flat, slots, attention = torch.cat(list(positions)), self._known_slots[:, where], self._host.attention
-        prompts = np.repeat(np.arange(len(positions)), [p.numel() for p in positions])
-        chunks, start = [], 0
-        for runs in cut(runs_of(prompts, flat.numpy()), self._host.max_rows, attention.max_runs):
-            rows = slice(start, start + sum(stop - first for _, first, stop in runs))
-            chunks.append(self._chunk(rows, flat[rows], slots[:, rows], runs, splits and attention.splits_rows))
-            start = rows.stop
-        return chunks
-
-    def _chunk(self, rows: slice, known: Tensor, slots: Tensor, runs: list[Run], splits: bool) -> PrefillChunk:
-        order, num_long = list[Tensor](), len(runs)
-        if splits:
-            runs, num_long, moved = long_first(runs, LONG_RUN, self._host.attention.max_long_runs)
-            if 0 < num_long < len(runs):
-                known, slots, order = known[moved], slots[:, moved], [moved]
-        positions, slots, *order = upload(self._host.device, known, slots, *order)
-        return PrefillChunk(rows, positions, slots, known, runs, num_long, order[0] if order else None)
-
-    def _rows_metadata(self, chunk: PrefillChunk) -> list[RowsMetadata]:
-        if chunk.layouts is None:
-            chunk.layouts = [self._layout_of(chunk, group) for group in self._host.attention.groups]
-        if chunk.metadata is None:
-            chunk.metadata = self._host.metadata(chunk.runs, self._tables, chunk.slots, chunk.num_long, chunk.layouts)
-        return chunk.metadata
-
-    def _layout_of(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
-        """The rows that our kernel takes in layers of a group, if it takes any."""
-        if group.pool is None or chunk.num_long == len(chunk.runs):
-            return None
-        prompts, positions = chunk.scattered()
-        return AttentionLayout.of(positions, [self._pool_slots(prompt, group.number, group.pool) for prompt in prompts])
-
-    @memoised
-    def _pool_slots(self, prompt: int, group: int, pool: PoolLayout) -> Tensor:
-        """Where the tokens of a prompt lie in the pools of a group's layers, int64 [1, T]."""
-        return pool.rows(self._slots[prompt][group, : self.plan.lengths[prompt]])
-
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         """Queries in the order of their tokens."""
         index, where, query = super()._last_query()
-        chunks = self._chunks_of(where)
-        if all(chunk.order is None for chunk in chunks):
-            return index, where, query
-        ordered = torch.empty_like(query)
-        for chunk in chunks:
-            chunk.put_into(ordered, query[chunk.rows])
-        return index, where, ordered
-
-    def _forget_metadata(self) -> None:
-        """What a backend prepared may point into buffers that other steps, or chunks of latents, have used since."""
-        for chunk in self._chunks:
-            chunk.metadata = None
+        return index, where, self._rows.in_order(where, query)
 
 
 @torch.inference_mode()

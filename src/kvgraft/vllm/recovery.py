@@ -103,6 +103,9 @@ class RecoveryBatch:
         self._budget -= tokens
         return paused
 
+    def _affords(self, tokens: int) -> bool:
+        return tokens <= self._budget
+
     def _run(self) -> None:
         policy = self.jobs[0].policy
         if not isinstance(policy, KeepsDocuments):
@@ -144,7 +147,8 @@ class RecoveryBatch:
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
-        given, policy = (self._host, plan, tokens, tables, source_pages, self._spend), self.jobs[0].policy
+        pace = self._spend, self._affords
+        given, policy = (self._host, plan, tokens, tables, source_pages, *pace), self.jobs[0].policy
         if self._head_map is not None and policy.needs_head_map:
             ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
         else:

@@ -72,9 +72,7 @@ class Spread(SelectsInRounds):
         if not (spreading.where.any() and self.spread_share):
             ctx.graft(range(scored + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
-        for index in range(1, ctx.num_layers):
-            hidden = ctx.layer(index, hidden, spreading)
-        return hidden
+        return ctx.run(range(1, ctx.num_layers), hidden, spreading)
 
     def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> Tensor:
         """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+from kvgraft.vllm.compat.replacing import replaced
 from kvgraft.vllm.heads.attention import HeadAttention
 
 
@@ -64,7 +65,7 @@ class DecoderLayer:
 
     def attending(self, forward: Callable[..., Tensor]) -> AbstractContextManager[None]:
         """Have this in the place of the attention layer's own `forward`, which it may call."""
-        return _with_forward(self.attention, forward)
+        return replaced(self.attention, "forward", forward)
 
     @contextmanager
     def after_attention(self, output: Tensor) -> Iterator[None]:
@@ -72,19 +73,10 @@ class DecoderLayer:
         nothing before that; of the families in `IN_STEPS`."""
         norm = self.module.input_layernorm
         with (
-            _with_forward(norm, lambda hidden, residual: (hidden, residual)),
-            _with_forward(self.block, lambda *_, **__: output),
+            replaced(norm, "forward", lambda hidden, residual: (hidden, residual)),
+            replaced(self.block, "forward", lambda *_, **__: output),
         ):
             yield
-
-
-@contextmanager
-def _with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward  # of this module object alone, and no compiled graph has it
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 class TransformersLayer(DecoderLayer):

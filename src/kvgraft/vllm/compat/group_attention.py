@@ -7,20 +7,23 @@ others. The backend takes all rows where our kernel would not compute the same, 
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.upload import upload
 from kvgraft.vllm.compat.pools import PoolLayout
+from kvgraft.vllm.compat.replacing import replaced
 
 logger = logging.getLogger("kvgraft")
 LONG_RUN = 64  # rows: with two query heads to a KV head or more, they fill a tile of flash attention
@@ -149,11 +152,47 @@ class RowsMetadata:
             segpaged_attention(query[first:], *pool.pools(cache), pool.heads, scattered, impl.scale, output[first:])
             return output
 
-        impl.forward = forward  # of this object alone
-        try:
+        with replaced(impl, "forward", forward):
             yield
-        finally:
-            del impl.forward
+
+
+def pseudo_sequences(
+    queries: Sequence[tuple[int, int, int]],
+    tables: Sequence[np.ndarray],
+    slots: Tensor,
+    kernel_blocks: Callable[[Tensor], Tensor],
+) -> CommonAttentionMetadata:
+    """What a metadata builder is given for runs of consecutive tokens, each as a sequence of its own.
+
+    Args:
+        queries: per run (prompt, first position, stop position).
+        tables: per prompt its physical blocks, int [b].
+        slots: int64 [n] on the device, the slot of every query, and maybe others behind them.
+        kernel_blocks: blocks of the KV cache manager, int32 [r, b] -> those of the attention kernel.
+    """
+    sizes = np.array([stop - first for _, first, stop in queries], np.int32)
+    seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+
+    width = max(map(len, tables))
+    padded = np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
+    rows = kernel_blocks(torch.from_numpy(padded)[torch.tensor([prompt for prompt, _, _ in queries])])
+
+    own_starts, own_seen, own_rows = upload(slots.device, starts, seen, rows)
+    return CommonAttentionMetadata(
+        query_start_loc=own_starts,
+        query_start_loc_cpu=starts,
+        seq_lens=own_seen,
+        num_reqs=len(queries),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(sizes.max()),
+        max_seq_len=int(seen.max()),
+        block_table_tensor=own_rows,
+        slot_mapping=slots[: int(starts[-1])],
+        causal=True,
+        seq_lens_cpu_upper_bound=seen,
+        is_prefilling=torch.ones(len(queries), dtype=torch.bool),
+    )
 
 
 def _reasons(layer: Any, backend: str, config: VllmConfig, device: torch.device) -> Iterator[str]:

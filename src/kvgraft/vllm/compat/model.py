@@ -1,6 +1,6 @@
 """The loaded model and its cache, on whatever platform vLLM runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvgraft.kernels.layout import AttentionLayout, joined
-from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import head_attention, latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
@@ -22,15 +20,17 @@ from kvgraft.vllm.compat.decoder_caches import DecoderCaches
 from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
-from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata
-from kvgraft.vllm.compat.operators import FusedOperators
+from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata, pseudo_sequences
+from kvgraft.vllm.compat.operators import FusedOperators, takes_any_rows
 from kvgraft.vllm.compat.pools import PoolLayout
+from kvgraft.vllm.compat.replacing import before_attending
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.compat.turning import KeyTurning, turning_of
 from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
+TOKEN_ID_DTYPE = torch.int32  # of vLLM's runners: what a compiled model was compiled for
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
 
 
@@ -53,6 +53,7 @@ class ModelHost(DecoderCaches):
         attention: what attends to the rows of a recovery.
         head_paging: whether each KV head is an attention layer.
         fused_operators: a context in which layers run vLLM's fused kernels, though the server is compiled.
+        runs_as_one: whether `run_model` can take the place of all layers, one after the other.
 
     Raises:
         UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
@@ -97,9 +98,11 @@ class ModelHost(DecoderCaches):
             self.turnings += [KeyTurning(self.drafter.rope)] * len(self.drafter.attentions)
         self.attention = RecoveryAttention.of(groups, self.config, self.device, drafts=self.drafter is not None)
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
-        shape = (self.num_blocks * self.block_size, self.config.model_config.get_hidden_size(), self.dtype, self.device)
+        self.hidden_size = int(self.config.model_config.get_hidden_size())
+        shape = (self.num_blocks * self.block_size, self.hidden_size, self.dtype, self.device)
         first_names = [names[own[0]] for own in self._attentions_of]
         self.residuals = ResidualStreams(self.layers, first_names, residual_layers, *shape)
+        self.runs_as_one = self._can_run_as_one()
 
     @property
     def plain_rope(self) -> Rope:
@@ -120,8 +123,8 @@ class ModelHost(DecoderCaches):
         return output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states and residuals [n, 2, D] that left the last layer -> float32 [n, V], gathered on every rank."""
-        return self._by_parts(self._model.compute_logits, self.normed(states)).float()
+        """What has left the final norm [n, D] -> float32 [n, V], gathered on every rank."""
+        return self._by_parts(self._model.compute_logits, states).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [n] -> [n, D]."""
@@ -163,31 +166,9 @@ class ModelHost(DecoderCaches):
 
     def common_metadata(
         self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
-    ) -> Any:
-        """What the builders of one group are given."""
-        sizes = np.array([stop - first for _, first, stop in queries], np.int32)
-        seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
-        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-        width = max(map(len, tables))
-        padded = torch.from_numpy(
-            np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
-        )
-        rows = self._kernel_blocks(padded[torch.tensor([prompt for prompt, _, _ in queries])])
-        own_starts, own_seen, own_rows = upload(self.device, starts, seen, rows)
-        return CommonAttentionMetadata(
-            query_start_loc=own_starts,
-            query_start_loc_cpu=starts,
-            seq_lens=own_seen,
-            num_reqs=len(queries),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=int(sizes.max()),
-            max_seq_len=int(seen.max()),
-            block_table_tensor=own_rows,
-            slot_mapping=slots[: int(starts[-1])],
-            causal=True,
-            seq_lens_cpu_upper_bound=seen,
-            is_prefilling=torch.ones(len(queries), dtype=torch.bool),
-        )
+    ) -> CommonAttentionMetadata:
+        """What the builders of one group are given; as `metadata` takes them."""
+        return pseudo_sequences(queries, tables, slots, self._kernel_blocks)
 
     def run_layer(
         self,
@@ -210,10 +191,39 @@ class ModelHost(DecoderCaches):
                 self.store_layer(index, key, value, slots)  # as the attention is about to
                 before_attention()
 
-        act = before_attention if apart else None
-        with self._context(index, slots, metadata), self._watch(index, watch), self._after_store(index, act):
+        with ExitStack() as stack:
+            stack.enter_context(self._context([index], slots, metadata))
+            stack.enter_context(self._watch(index, watch))
+            if before_attention is not None and apart:
+                stack.enter_context(before_attending(self._attention_of(index), before_attention))
             hidden, residual = self.layers[index](positions, hidden, residual)
         return hidden, residual, seen[0]
+
+    def run_model(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        metadata: Sequence[RowsMetadata],
+        before_attention: Mapping[int, Callable[[], None]],
+    ) -> Tensor:
+        """Run all layers in one forward of the stock model, compiled if the server is.
+
+        Takes token ids of `TOKEN_ID_DTYPE` [n] and writes KV to slots int64 [groups, n]. Returns what leaves the final
+        norm, [n, D]. `before_attention` has by
+        layer what is called when the KV of that layer is written. Only if `runs_as_one`.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self._context(range(self.num_layers), slots, metadata, compiled=True))
+            for index, act in before_attention.items():
+                stack.enter_context(before_attending(self._attention_of(index), act))
+            states: Tensor = self._model(
+                input_ids=token_ids,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return states
 
     def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
@@ -231,7 +241,7 @@ class ModelHost(DecoderCaches):
             seen.append((query, key, value))
             raise _Stop
 
-        with self._context(index, slots), self._watch(index, stop), suppress(_Stop):
+        with self._context([index], slots), self._watch(index, stop), suppress(_Stop):
             self.layers[index](positions, hidden, residual)
         return seen[0]
 
@@ -256,7 +266,7 @@ class ModelHost(DecoderCaches):
     def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The rest of a layer, from what `add_attention` has returned."""
         layer = self.layers[index]
-        with self._context(index, self._no_slots(positions)), layer.after_attention(hidden):
+        with self._context([index], self._no_slots(positions)), layer.after_attention(hidden):
             return layer(positions, hidden, residual)
 
     def run_around(
@@ -279,7 +289,7 @@ class ModelHost(DecoderCaches):
             return attended.flatten(1)
 
         layer = self.layers[index]
-        with self._context(index, self._no_slots(positions)), layer.attending(forward), suppress(_Stop):
+        with self._context([index], self._no_slots(positions)), layer.attending(forward), suppress(_Stop):
             return layer(positions, hidden, residual)
         return None
 
@@ -302,14 +312,6 @@ class ModelHost(DecoderCaches):
     def clear_drafts(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
         self._clear([self.attentions[at] for at in self.draft_attentions], blocks)
-
-    def agree(self, values: Tensor, reduction: str) -> Tensor:
-        """Floats [...], reduced over this rank's heads -> sum or max over all heads, the same on every rank."""
-        if get_tensor_model_parallel_world_size() == 1:
-            return values
-        group = get_tp_group()
-        gathered = group.all_gather(values.to(self.device)[None].contiguous(), dim=0)  # [ranks, ...]
-        return (gathered.sum(0) if reduction == "sum" else gathered.amax(0)).to(values.device)
 
     def _check_turning(self) -> None:
         """Compute keys of the same states at two places, and turn those of the first to the second."""
@@ -344,47 +346,45 @@ class ModelHost(DecoderCaches):
         return torch.full_like(positions, NO_SLOT).expand(1 + max(self.group_of), -1)
 
     @contextmanager
-    def _context(self, index: int, slots: Tensor, metadata: Sequence[RowsMetadata] = ()) -> Iterator[None]:
+    def _context(
+        self,
+        layers: Sequence[int],
+        slots: Tensor,
+        metadata: Sequence[RowsMetadata] = (),
+        *,
+        compiled: bool = False,
+    ) -> Iterator[None]:
+        """Have these layers compute rows with slots int64 [groups, n]."""
         count = slots.shape[1]
         self.adapters.map_rows(count)
-        names = {self.attentions[at].layer_name: at for at in self.attentions_of(index)}
-        places = {name: slots[self.group_of[at]] for name, at in names.items()}
-        of_layer = {name: metadata[self._builder_of[at]] for name, at in names.items()} if metadata else {}
-        given = {name: rows.backend for name, rows in of_layer.items()} or None
+        named = [(self.attentions[at], at) for index in layers for at in self.attentions_of(index)]
+        places = {attention.layer_name: slots[self.group_of[at]] for attention, at in named}
+        given = {attention.layer_name: metadata[self._builder_of[at]].backend for attention, at in named if metadata}
         with ExitStack() as stack:
-            for name, rows in of_layer.items():
-                stack.enter_context(rows.attending(self.attentions[names[name]]))
+            for attention, at in named if metadata else ():
+                stack.enter_context(metadata[self._builder_of[at]].attending(attention))
             stack.enter_context(
-                set_forward_context(given, self.config, num_tokens=count, slot_mapping=places, skip_compiled=True)
+                set_forward_context(
+                    given or None, self.config, num_tokens=count, slot_mapping=places, skip_compiled=not compiled
+                )
             )
             yield
 
+    def _can_run_as_one(self) -> bool:
+        """Not where somebody must see what leaves a layer."""
+        is_seen = self.drafter is not None or self.residuals.residual_layers
+        every = range(self.num_layers)
+        return not is_seen and takes_any_rows(self.config) and all(map(self._stores_apart, every))
+
+    def _attention_of(self, index: int) -> Any:
+        """Return the one attention layer of a decoder layer."""
+        [at] = self.attentions_of(index)
+        return self.attentions[at]
+
     def _stores_apart(self, index: int) -> bool:
-        """Whether the attention of a layer calls `do_kv_cache_update` of its one backend before it attends."""
+        """Whether the attention of a layer stores keys and values, in its one cache, before its backend is called."""
         first, *others = (self.attentions[at] for at in self.attentions_of(index))
         return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
-
-    @contextmanager
-    def _after_store(self, index: int, act: Callable[[], None] | None) -> Iterator[None]:
-        """Have a layer do this, if anything, between storing keys and values and attending; RuntimeError if it never
-        stores any."""
-        if act is None:
-            yield
-            return
-        backend = self.attentions[self.attentions_of(index)[0]].impl
-
-        def update(*given: Any, **named: Any) -> None:
-            del backend.do_kv_cache_update  # of this object alone; its class has one
-            backend.do_kv_cache_update(*given, **named)
-            act()
-
-        backend.do_kv_cache_update = update
-        try:
-            yield
-        finally:
-            never = vars(backend).pop("do_kv_cache_update", None)
-        if never is not None:
-            raise RuntimeError(f"{type(backend).__name__} did not store keys and values of layer {index}")
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:

@@ -19,6 +19,17 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
 
 
+def takes_any_rows(config: VllmConfig) -> bool:
+    """Whether the model, as vLLM compiles it, takes any number of token ids and calls attention as it is.
+
+    It does not where rows must be a multiple of the ranks (sequence parallelism), embeddings are
+    given in place of token ids, or the attention also quantises its output.
+    """
+    passes = config.compilation_config.pass_config
+    has_sequence_parallelism = getattr(passes, "enable_sp", False)  # vLLM 0.31
+    return not (has_sequence_parallelism or config.model_config.enable_prompt_embeds or passes.fuse_attn_quant)
+
+
 class FusedOperators:
     """The operators of some modules that vLLM would run as fused kernels, were the model not compiled.
 

@@ -6,8 +6,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed
+from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.platforms import current_platform
+
+from kvgraft.prefill.context import Reduction
 
 logger = logging.getLogger("kvgraft")
 AGREEMENT_SECONDS = 10.0  # between the first rank that is done with a piece of work and the last
@@ -33,3 +36,15 @@ def all_succeeded(success: bool) -> bool:
         logger.critical("another rank neither failed nor succeeded as this one did: this one ends", exc_info=True)
         os._exit(1)  # an ordinary exit would wait for the collective
     return bool(verdict)
+
+
+def over_ranks(values: Tensor, reduction: Reduction, device: torch.device) -> Tensor:
+    """Floats [...], reduced over this rank's heads -> over those of all ranks, the same on each.
+
+    They are gathered on `device` and returned where they were.
+    """
+    if get_tensor_model_parallel_world_size() == 1:
+        return values
+    ranks = get_tp_group()
+    gathered = ranks.all_gather(values.to(device)[None].contiguous(), dim=0)  # [ranks, ...]
+    return (gathered.sum(0) if reduction == "sum" else gathered.amax(0)).to(values.device)

@@ -1,0 +1,106 @@
+"""Which rows of a recovery go through vLLM's layers together, and how these attend."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.memoised import memoised
+from kvgraft.kernels.upload import upload
+from kvgraft.prefill.plan import Plan
+from kvgraft.vllm.chunks import PrefillChunk, Run, cut, long_first, runs_of
+from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention, RowsMetadata
+from kvgraft.vllm.compat.model import ModelHost
+from kvgraft.vllm.compat.pools import PoolLayout
+
+
+class RowChunks:
+    """The tokens that are computed, in chunks of at most `host.max_rows`; those of the last set are kept.
+
+    Args:
+        tables: by group, per prompt its physical blocks, int [b].
+        known_slots: int64 [groups, T], the slots of all tokens of `plan`, on the CPU.
+        slots: per prompt, int64 [groups, >= its length], on the device.
+
+    Attributes:
+        counts: int64, how many tokens of each prompt the last chunks have.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        plan: Plan,
+        tables: Sequence[Sequence[np.ndarray]],
+        known_slots: Tensor,
+        slots: Sequence[Tensor],
+    ) -> None:
+        self.counts = np.zeros(0, np.int64)
+        self._host, self._plan, self._tables = host, plan, tables
+        self._known_slots, self._slots = known_slots, slots
+        self._where: Tensor | None = None
+        self._chunks: list[PrefillChunk] = []
+
+    def of(self, where: Tensor) -> list[PrefillChunk]:
+        """Return the chunks of the tokens that are set in `where` bool [T]."""
+        if self._where is None or not self._where.equal(where):
+            self._where, self._chunks = where, self.cut(where, splits=True)
+            self.counts = np.array([int(where[prompt].sum()) for prompt in self._plan.prompts])
+        return self._chunks
+
+    def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
+        """Cut anew. With `splits`, long runs come first where our kernel takes the others."""
+        positions, slots, attention = self._plan.positions[where], self._known_slots[:, where], self._host.attention
+        prompts = np.repeat(np.arange(len(self._plan.lengths)), self._plan.lengths)[where.numpy()]
+        chunks, start = [], 0
+        for runs in cut(runs_of(prompts, positions.numpy()), self._host.max_rows, attention.max_runs):
+            rows = slice(start, start + sum(stop - first for _, first, stop in runs))
+            chunks.append(self._chunk(rows, positions[rows], slots[:, rows], runs, splits and attention.splits_rows))
+            start = rows.stop
+        return chunks
+
+    def metadata(self, chunk: PrefillChunk) -> list[RowsMetadata]:
+        """How the layers of each attention group attend to the rows of a chunk."""
+        if chunk.layouts is None:
+            chunk.layouts = [self._layout(chunk, group) for group in self._host.attention.groups]
+        if chunk.metadata is None:
+            chunk.metadata = self._host.metadata(chunk.runs, self._tables, chunk.slots, chunk.num_long, chunk.layouts)
+        return chunk.metadata
+
+    def forget_metadata(self) -> None:
+        """Have metadata made anew: what a backend prepared may point into buffers that other steps, or chunks of
+        latents, have used since."""
+        for chunk in self._chunks:
+            chunk.metadata = None
+
+    def in_order(self, where: Tensor, computed: Tensor) -> Tensor:
+        """Rows [n, ...] as the chunks have them -> in the order of their tokens."""
+        chunks = self.of(where)
+        if all(chunk.order is None for chunk in chunks):
+            return computed
+        ordered = torch.empty_like(computed)
+        for chunk in chunks:
+            chunk.put_into(ordered, computed[chunk.rows])
+        return ordered
+
+    def _chunk(self, rows: slice, known: Tensor, slots: Tensor, runs: list[Run], splits: bool) -> PrefillChunk:
+        order, num_long = list[Tensor](), len(runs)
+        if splits:
+            runs, num_long, moved = long_first(runs, LONG_RUN, self._host.attention.max_long_runs)
+            if 0 < num_long < len(runs):
+                known, slots, order = known[moved], slots[:, moved], [moved]
+        positions, slots, *order = upload(self._host.device, known, slots, *order)
+        return PrefillChunk(rows, positions, slots, known, runs, num_long, order[0] if order else None)
+
+    def _layout(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
+        """The rows that our kernel takes in layers of a group, if it takes any."""
+        if group.pool is None or chunk.num_long == len(chunk.runs):
+            return None
+        prompts, positions = chunk.scattered()
+        return AttentionLayout.of(positions, [self._pool_slots(prompt, group.number, group.pool) for prompt in prompts])
+
+    @memoised
+    def _pool_slots(self, prompt: int, group: int, pool: PoolLayout) -> Tensor:
+        """Where the tokens of a prompt lie in the pools of a group's layers, int64 [1, T]."""
+        return pool.rows(self._slots[prompt][group, : self._plan.lengths[prompt]])
