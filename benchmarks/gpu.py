@@ -26,7 +26,7 @@ from rich.console import Console
 
 from decode import WITH_GRAPHS
 from kvgraft.evaluate.progress import progress_bar
-from scenarios import GRID
+from scenarios import GRID, STREAMS
 
 ROOT = Path(__file__).parents[1]
 Row = tuple[str, str]  # what, figure
@@ -151,6 +151,14 @@ def _served(found: dict[str, Any]) -> list[Row]:
             f"{1e3 * median(each['ours_s']):.0f}, {each['ours_recomputed']:.0%}",
         )
         for each in found["figures"]
+    ] + [
+        (
+            f"{each['name']}: percentiles 50, 95 and 99 of pauses, ms, {side}",
+            ", ".join(f"{1e3 * pause:.1f}" for pause in each[f"{side}_pauses_s"]),
+        )
+        for each in found["figures"]
+        for side in ("plain", "ours")
+        if each.get(f"{side}_pauses_s")
     ]
 
 
@@ -189,7 +197,7 @@ def measurements(device: str) -> list[Measurement]:
     served = ("benchmarks/serve.py", *on, *bfloat16)
     served_small = ("--layers", "2", "--rounds", "2", "--scenario", "4k90")
 
-    scenarios = (word for name in GRID for word in ("--scenario", name))
+    scenarios, streams = ([w for name in names for w in ("--scenario", name)] for names in (GRID, STREAMS))
     grid = ("--shape", "8b", "--layers", "32", "--rounds", "5", *scenarios)
 
     def first_tokens(tokens: int) -> tuple[str, ...]:
@@ -212,6 +220,12 @@ def measurements(device: str) -> list[Measurement]:
         Measurement(
             "vllm-eager", "The same, eager", "as above",
             served, grid, served_small, _served, needs="vllm",
+        ),
+        Measurement(
+            "vllm-streams", "Pauses of eight running requests while two prompts are read, compiled",
+            "nothing; plain vLLM's chunked prefill is the measure",
+            (*served, "--compiled"), ("--shape", "8b", "--layers", "32", "--rounds", "3", *streams),
+            ("--layers", "2", "--rounds", "2", "--scenario", "stall"), _served, needs="vllm",
         ),
         Measurement(
             "vllm-profile", "Where the time of a recovery in vLLM goes, compiled", "nothing",

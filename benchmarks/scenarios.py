@@ -50,7 +50,7 @@ class Scenario:
 
 SPARSEX_10 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.10}
 SPARSEX_05 = {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.05}
-SOONER = "TTFT plain / ours"
+SOONER, PAUSE = "TTFT plain / ours", "worst gap ours / plain"
 PROMISED = {
     scenario.name: scenario
     for scenario in (
@@ -58,7 +58,7 @@ PROMISED = {
         Scenario("4k90", Shape(4096, 0.90, 1), None, 7, SOONER, 2.7, at_most=False),
         Scenario("8k98", Shape(8192, 0.98, 1), None, 5, SOONER, 5.0, at_most=False),
         Scenario("interleaved", Shape(4096, 0.50, 1, interleaved=True), None, 7, SOONER, 1.0, at_most=False),
-        Scenario("stall", Shape(4096, 0.90, 1), None, 5, "worst gap ours / plain", 1.3, True, streams=4, prompts=3),
+        Scenario("stall", Shape(4096, 0.90, 1), None, 5, PAUSE, 1.3, True, streams=4, prompts=3),
         Scenario("sparsex-4k90", Shape(4096, 0.90, 1), SPARSEX_10, 7, SOONER, 2.7, at_most=False),
         Scenario("sparsex-8k98", Shape(8192, 0.98, 1), SPARSEX_05, 5, SOONER, 6.0, at_most=False),
     )
@@ -71,7 +71,13 @@ GRID = {  # without a promise: prompts of so many thousand tokens, of which so m
     for share in (0, 50, 75, 90, 98)
     for name in [f"{thousands}k-{share}"]
 }
-SCENARIOS = PROMISED | GRID
+STREAMS = {  # what running requests notice while others' prompts are read
+    name: Scenario(name, Shape(thousands * 1024, share / 100, 1), None, 5, PAUSE, 1.3, True, streams=8, prompts=2)
+    for thousands in (8, 32)
+    for share in (50, 90)
+    for name in [f"streams-{thousands}k-{share}"]
+}
+SCENARIOS = PROMISED | GRID | STREAMS
 
 
 FAMILIES: dict[str, dict[str, Any]] = {  # what random models have beside the shape of ttft.py
@@ -94,6 +100,8 @@ class Figure:
         plain_s, ours_s: seconds of every round.
         plain_cached, ours_grafted, ours_recomputed: shares of the prompt tokens.
         reasons: why prompts had nothing grafted, with their number.
+        plain_pauses_s, ours_pauses_s: percentiles 50, 95 and 99 of the pauses of streams while prompts are read, of all
+            rounds; empty without streams.
     """
 
     name: str
@@ -109,11 +117,23 @@ class Figure:
     ours_grafted: float
     ours_recomputed: float
     reasons: dict[str, int] = field(default_factory=dict)
+    plain_pauses_s: tuple[float, ...] = ()
+    ours_pauses_s: tuple[float, ...] = ()
 
     @property
     def met(self) -> bool:
         """Whether the median reaches the target."""
         return self.value <= self.target if self.at_most else self.value >= self.target
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one server did in one round: the seconds that the scenario is about, the outcomes of the prompts, the pauses
+    of streams meanwhile."""
+
+    seconds: float
+    outcomes: list[Outcome]
+    pauses: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -159,33 +179,33 @@ async def run_scenario(
         for client in (pair.plain, pair.ours):
             checked(await client.ask(ask))
     prompts = [ask for ask in asks if ask.timed]
-    seconds: dict[Client, list[float]] = {pair.plain: [], pair.ours: []}
-    outcomes: dict[Client, list[Outcome]] = {pair.plain: [], pair.ours: []}
+    rounds: dict[Client, list[Round]] = {pair.plain: [], pair.ours: []}
     for number in range(scenario.rounds + 1):
         batch = prompts[number * scenario.prompts : (number + 1) * scenario.prompts]
         for client in pair.in_turn(number):
             await asyncio.sleep(settle_s)
-            value, answered = await _one_round(client, scenario, batch, words, seed + number)
+            done = await _one_round(client, scenario, batch, words, seed + number)
             if number:
-                seconds[client].append(value)
-                outcomes[client] += answered
+                rounds[client].append(done)
         on_progress(number + 1, scenario.rounds + 1)
-    return _figure(scenario, pair, seconds, outcomes)
+    return _figure(scenario, rounds[pair.plain], rounds[pair.ours])
 
 
 async def _one_round(
     client: Client, scenario: Scenario, batch: Sequence[Ask], words: Sequence[str], seed: int
-) -> tuple[float, list[Outcome]]:
-    """(the seconds that the scenario is about, the outcomes of the prompts)."""
+) -> Round:
     if scenario.streams:
         streams = make_workload("rag", Shape(32, 0.0, scenario.max_model_len - 64), scenario.streams, words, seed)
-        return await worst_gap(client, streams, batch)
+        pauses, outcomes = await pauses_of_streams(client, streams, batch)
+        return Round(max(pauses, default=0.0), outcomes, pauses)
     outcome = checked(await client.ask(batch[0]))
-    return outcome.ttft_s, [outcome]
+    return Round(outcome.ttft_s, [outcome])
 
 
-async def worst_gap(client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]) -> tuple[float, list[Outcome]]:
-    """(longest pause in s of any stream while the prompts are read, the outcomes of the prompts).
+async def pauses_of_streams(
+    client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]
+) -> tuple[list[float], list[Outcome]]:
+    """(all pauses in s between tokens of the streams while the prompts are read, the outcomes of the prompts).
 
     All prompts arrive at once when every stream is decoding. A stream that is over before they are read starts again;
     all are cancelled then.
@@ -222,12 +242,12 @@ async def worst_gap(client: Client, streams: Sequence[Ask], prompts: Sequence[As
     begin, end = min(o.start_s for o in outcomes), max(o.start_s + o.ttft_s for o in outcomes)
     for runs in times:
         runs[-1].append(max([*runs[-1], end]))  # a pause that lasts to the end counts
-    return max(longest_pause(run, begin, end) for runs in times for run in runs), outcomes
+    return [pause for runs in times for run in runs for pause in pauses_within(run, begin, end)], outcomes
 
 
-def longest_pause(times: Sequence[float], begin: float, end: float) -> float:
-    """The longest time between neighbours of `times` that overlaps [begin, end]."""
-    return max((b - a for a, b in pairwise(times) if b > begin and a < end), default=0.0)
+def pauses_within(times: Sequence[float], begin: float, end: float) -> list[float]:
+    """The times between neighbours of `times` that overlap [begin, end]."""
+    return [b - a for a, b in pairwise(times) if b > begin and a < end]
 
 
 async def compare_workloads(
@@ -294,17 +314,18 @@ def make_random_model(
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def _figure(
-    scenario: Scenario,
-    pair: Pair,
-    seconds: Mapping[Client, Sequence[float]],
-    outcomes: Mapping[Client, Sequence[Outcome]],
-) -> Figure:
-    plain, ours = list(seconds[pair.plain]), list(seconds[pair.ours])
-    ratios = [b / a if scenario.at_most else a / b for a, b in zip(plain, ours, strict=True)]
-    told = Summary.of(outcomes[pair.ours])
+def _figure(scenario: Scenario, plain: Sequence[Round], ours: Sequence[Round]) -> Figure:
+    times, own_times = ([one.seconds for one in rounds] for rounds in (plain, ours))
+    ratios = [b / a if scenario.at_most else a / b for a, b in zip(times, own_times, strict=True)]
+    told, own = (Summary.of([outcome for one in rounds for outcome in one.outcomes]) for rounds in (plain, ours))
     return Figure(
         scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios, of=np.median),
         scenario.target, scenario.at_most,
-        plain, ours, Summary.of(outcomes[pair.plain]).cached, told.grafted or 0.0, told.recomputed or 0.0, told.reasons,
+        times, own_times, told.cached, own.grafted or 0.0, own.recomputed or 0.0, own.reasons,
+        _percentiles(plain), _percentiles(ours),
     )  # fmt: skip
+
+
+def _percentiles(rounds: Sequence[Round]) -> tuple[float, ...]:
+    pauses = [pause for one in rounds for pause in one.pauses]
+    return tuple(np.percentile(pauses, [50, 95, 99]).tolist()) if pauses else ()

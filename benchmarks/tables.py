@@ -79,11 +79,14 @@ def line_of(figure: Figure) -> str:
     sign = "<=" if figure.at_most else ">="
     plain, ours = (1e3 * statistics.median(side) for side in (figure.plain_s, figure.ours_s))
     reasons = "".join(f", {n} x {why}" for why, n in figure.reasons.items())
+    sides = {"plain": figure.plain_pauses_s, "ours": figure.ours_pauses_s}
+    pauses = ", ".join(f"{side} {' '.join(f'{1e3 * x:.0f}' for x in found)}" for side, found in sides.items() if found)
     return (
         f"{figure.name}: {figure.ratio} {figure.value:.3f} (95 % {figure.low:.3f} to {figure.high:.3f}; target {sign} "
         f"{figure.target}: {'met' if figure.met else 'MISSED'}), plain {plain:.0f} ms, ours {ours:.0f} ms, "
         f"{len(figure.plain_s)} rounds; plain cached {figure.plain_cached:.1%}, "
         f"ours grafted {figure.ours_grafted:.1%}, recomputed {figure.ours_recomputed:.1%}{reasons}"
+        f"{f'; pauses p50 p95 p99 ms: {pauses}' if pauses else ''}"
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from load import Outcome, Spread, Summary
-from scenarios import PROMISED, SCENARIOS, Figure, longest_pause
+from scenarios import PROMISED, SCENARIOS, Figure, pauses_within
 from soak import growth
 from tables import comparison_of, line_of, table_of
 
@@ -58,10 +58,10 @@ def test_a_summary_of_failures_can_be_printed():
 
 def test_pauses_overlap_the_window():
     times = [0.0, 5.0, 6.0, 9.0, 9.5]
-    assert longest_pause(times, 5.5, 9.2) == 3.0, "the pause before the window does not count"
-    assert longest_pause(times, 4.0, 9.2) == 5.0, "one that reaches into it counts whole"
-    assert longest_pause(times, 5.5, 5.8) == 1.0
-    assert longest_pause(times, 9.6, 20.0) == 0.0
+    assert pauses_within(times, 5.5, 9.2) == [1.0, 3.0, 0.5], "the pause before the window does not count"
+    assert pauses_within(times, 4.0, 9.2) == [5.0, 1.0, 3.0, 0.5], "one that reaches into it counts whole"
+    assert pauses_within(times, 5.5, 5.8) == [1.0]
+    assert pauses_within(times, 9.6, 20.0) == []
 
 
 def test_figures_know_their_target():
@@ -72,6 +72,9 @@ def test_figures_know_their_target():
     assert replace(figure, at_most=False, value=1.31).met
     assert "1.310" in line_of(replace(figure, value=1.31))
     assert "MISSED" in line_of(replace(figure, value=1.31))
+    assert "pauses" not in line_of(figure)
+    stalled = replace(figure, plain_pauses_s=(0.01, 0.02, 0.03), ours_pauses_s=(0.01, 0.03, 0.04))
+    assert line_of(stalled).endswith("; pauses p50 p95 p99 ms: plain 10 20 30, ours 10 30 40")
 
 
 def test_the_promises_are_those_of_the_project():
