@@ -44,6 +44,7 @@ from vllm.model_executor.model_loader import get_model
 
 from fake_device import VIEWS, FakeDevice, FakeTensor, Kind
 from kvgraft.prefill.context import Policy
+from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies.full import Full
 from kvgraft.segments.matches import Match
@@ -52,7 +53,6 @@ from kvgraft.vllm.recovery import Job, RecoveryBatch, RecoveryResult
 
 BLOCK = 16
 FLASH_ROWS = 128  # queries of a run and a KV head that read keys and values together
-UNBOUNDED = 1 << 40  # token-layers
 SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 8192, "block_size": BLOCK, "num_gpu_blocks_override": 512}
 
 
@@ -260,7 +260,7 @@ class Recoveries:
         given = policy, plan, np.array(tokens)
         jobs = [Job(str(number), *given, (table,), pages) for number, table in enumerate(tables)]
         batch = RecoveryBatch(self._host, None, None, jobs)  # type: ignore[arg-type]  # no library: nothing is kept
-        batch.advance(UNBOUNDED)
+        batch.advance(float("inf"), TOKENS)
         if batch.outcomes is None or any(outcome.failure for outcome in batch.outcomes.values()):
             raise ValueError(f"{policy} failed: {batch.outcomes}")
         return batch.outcomes["0"]

@@ -32,6 +32,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
             for name in (
                 "tests",
                 "vllm-eager",
+                "vllm-streams",
                 "vllm-profile",
                 "first-tokens-8k",
                 "align",

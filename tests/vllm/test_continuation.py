@@ -116,7 +116,7 @@ def test_who_would_graft_from_it_waits(host: Host, monkeypatch: pytest.MonkeyPat
     host.evict(exact)  # the copies are all that is left of the document
     prompt = OPENING + DOCUMENT + first.tokens + words(40, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(host.queue, "advance", lambda budget: {})
+        patched.setattr(host.queue, "advance", lambda *given: {})
         rewriting = host.add(Ask(prompt, EVERYTHING, max_tokens=2))
         host.step_until(lambda: bool(host.queue._batches))
         assert host.side._recoveries._rewritten
@@ -161,7 +161,7 @@ def test_nobody_goes_on_with_what_is_half_recovered(
             assert (answer.report["outcome"], answer.report["reason"]) == ("fallback", "error")
             assert [answer.tokens] == plain.tokens(prompt)
         else:
-            patched.setattr(host.queue, "advance", lambda budget: {})
+            patched.setattr(host.queue, "advance", lambda *given: {})
             name = host.add(Ask(prompt, EVERYTHING))
             host.step_until(lambda: bool(host.queue._batches))
             host.abort(name)

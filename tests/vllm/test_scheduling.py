@@ -9,6 +9,8 @@ from engines import BLOCK, EVERYTHING, MAX_LENGTH, NUM_BLOCKS, OFF, STEP_TOKENS,
 from hosts import Host
 from processes import HostProcess
 
+from kvgraft.prefill.costs import Costs
+
 ALL_LAYERS = {"policy": "sparsex", "boundary_layers": 4}
 
 
@@ -135,18 +137,18 @@ def test_a_long_recovery_spends_its_budget_and_lets_others_decode(
     stream = host.add(Ask(words(20, 2), OFF, max_tokens=40))
     host.step_until(lambda: stream in host.outputs)
     rows: list[int] = []
-    budgets: list[int] = []
+    spared: list[int] = []
     run_layer, advance = host.model.run_layer, host.queue.advance
 
     def counting_run_layer(index: int, metadata: Any, slots: Any, *rest: Any) -> Any:
         rows.append(slots.shape[1])
         return run_layer(index, metadata, slots, *rest)
 
-    def recording_advance(budget: int) -> Any:
-        budgets.append(budget)
+    def recording_advance(spare_tokens: int, costs: Costs) -> Any:
+        spared.append(spare_tokens)
         rows.clear()
-        ended = advance(budget)
-        assert sum(rows) <= budget + STEP_TOKENS
+        ended = advance(spare_tokens, costs)
+        assert sum(rows) <= (spare_tokens + costs.pass_s) * host.model.num_layers + STEP_TOKENS
         assert all(number <= STEP_TOKENS for number in rows)
         return ended
 
@@ -160,7 +162,7 @@ def test_a_long_recovery_spends_its_budget_and_lets_others_decode(
         num_steps += 1
     assert len(host.outputs[stream].outputs[0].token_ids) == num_tokens + num_steps
     assert num_steps > 4
-    assert budgets[0] == (STEP_TOKENS - 1) * host.model.num_layers
+    assert spared[0] == STEP_TOKENS - 1
     assert [host.finish(name)[0].tokens] == plain.tokens(prompt, max_tokens=1)
 
 

@@ -13,6 +13,7 @@ from greenlet import getcurrent, greenlet
 from kvgraft.kv.cache import slots_of
 from kvgraft.kv.heads import HeadMap
 from kvgraft.prefill.context import Hidden, Policy
+from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.plan import Plan
@@ -21,6 +22,7 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.ranks import all_succeeded
 from kvgraft.vllm.headwise import HeadwisePrefill
 from kvgraft.vllm.layers import VllmLayers
+from kvgraft.vllm.pace import Pace, seconds_of_step
 from kvgraft.vllm.prefill import VllmPrefill
 
 logger = logging.getLogger("kvgraft")
@@ -80,31 +82,24 @@ class RecoveryBatch:
         self._library, self._head_map = library, head_map
         self.outcomes: dict[str, RecoveryResult] | None = None
         self._host = host
-        self._budget = 0
+        self._pace = Pace(host.num_layers, self._pause)
         self._task = greenlet(self._run)
 
-    def advance(self, budget: int) -> int:
-        """Work until done or until budget (token-layers) is spent; returns what is left of it."""
-        self._budget = budget
+    def advance(self, seconds: float, costs: Costs) -> float:
+        """Work until done or until so many seconds, by these costs, are spent; returns what is left of them."""
+        self._pace.seconds, self._pace.costs = seconds, costs
         self._host.adapters.use(self.jobs[0].adapter)
         self._task.parent = getcurrent()
         self._task.switch()
-        return max(self._budget, 0)
+        return max(self._pace.seconds, 0)
 
     def drop(self) -> None:
         """End it; whatever it has written so far is garbage."""
         if self._task and not self._task.dead:
             self._task.throw()
 
-    def _spend(self, tokens: int) -> bool:
-        paused = self._budget <= 0
-        while self._budget <= 0:
-            self._task.parent.switch()
-        self._budget -= tokens
-        return paused
-
-    def _affords(self, tokens: int) -> bool:
-        return tokens <= self._budget
+    def _pause(self) -> None:
+        self._task.parent.switch()
 
     def _run(self) -> None:
         policy = self.jobs[0].policy
@@ -132,7 +127,7 @@ class RecoveryBatch:
     def _keep(self, policy: KeepsDocuments, job: Job) -> dict[str, RecoveryResult]:
         """One prompt of which a part is kept."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
-        layers, plan = VllmLayers(self._host, slots, self._spend), job.plan
+        layers, plan = VllmLayers(self._host, slots, self._pace), job.plan
         chosen = None if job.kept is None else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
         ctx, *_ = self._library.keep(layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen)
         layers.close_up(ctx.num_kept, plan.num_tokens - ctx.num_kept)
@@ -147,8 +142,7 @@ class RecoveryBatch:
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
-        pace = self._spend, self._affords
-        given, policy = (self._host, plan, tokens, tables, source_pages, *pace), self.jobs[0].policy
+        given, policy = (self._host, plan, tokens, tables, source_pages, self._pace), self.jobs[0].policy
         if self._head_map is not None and policy.needs_head_map:
             ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
         else:
@@ -219,23 +213,25 @@ class RecoveryQueue:
         self._cancelled |= request_ids & {job.request_id for batch in self._batches for job in batch.jobs}
 
     @torch.inference_mode()
-    def advance(self, budget: int) -> dict[str, RecoveryResult]:
-        """Spend budget (token-layers), oldest batch first; returns the outcomes of what has ended."""
+    def advance(self, num_tokens: int, costs: Costs) -> dict[str, RecoveryResult]:
+        """Work as long as vLLM would take for so many tokens at the end of the oldest prompt, by these costs, oldest
+        batch first; returns the outcomes of what has ended."""
         if not self._batches:
             return {}
+        longest = max(len(job.token_ids) for job in self._batches[0].jobs)
         with self._host.fused_operators():
-            return self._advance(budget)
+            return self._advance(seconds_of_step(costs, num_tokens, longest), costs)
 
-    def _advance(self, budget: int) -> dict[str, RecoveryResult]:
+    def _advance(self, seconds: float, costs: Costs) -> dict[str, RecoveryResult]:
         """The same, with fused kernels."""
         ended: dict[str, RecoveryResult] = {}
-        while self._batches and budget > 0:
+        while self._batches and seconds > 0:
             batch = self._batches[0]
             if all(job.request_id in self._cancelled for job in batch.jobs):
                 batch.drop()
                 batch.outcomes = {job.request_id: RecoveryResult("aborted") for job in batch.jobs}
             else:
-                budget = batch.advance(budget)
+                seconds = batch.advance(seconds, costs)
             if batch.outcomes is not None:
                 self._clear_failed(batch.jobs, batch.outcomes)
                 ended |= batch.outcomes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvgraft.prefill.costs import Costs
+from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.segments.store import Chunk, Record
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
@@ -62,13 +62,21 @@ class StoreReport:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """Scheduler to workers: new jobs, requests that were aborted, the token-layers that this step may spend, and
-    whether documents that were read are to be forgotten; orders for the stores; and the prompts of preempted requests
-    that have another one than before."""
+    """Scheduler to workers.
+
+    Attributes:
+        jobs, cancelled: new recoveries, and the requests that were aborted.
+        spare_tokens: how many more tokens this step might compute; it recovers for as long as that takes.
+        costs: by which this is so, the same on every rank.
+        forget: whether documents that were read are to be forgotten.
+        store: orders.
+        prompts: of preempted requests that have another one than before.
+    """
 
     jobs: list[Job] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
-    budget: int = 0
+    spare_tokens: int = 0
+    costs: Costs = TOKENS
     forget: bool = False
     store: StoreOrders = field(default_factory=StoreOrders)
     prompts: dict[str, list[int]] = field(default_factory=dict)

@@ -60,7 +60,7 @@ class SchedulerSide:
         self._block_size = int(config.cache_config.block_size)
         self._longest_prompt = config.model_config.max_model_len - 1
         self._longest = -(-config.model_config.max_model_len // self._block_size)  # blocks
-        self._num_layers = config.model_config.get_num_layers(config.parallel_config)
+        num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
         similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
@@ -70,7 +70,7 @@ class SchedulerSide:
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
-        residual_layers = self.settings.kept_residual_layers(self._num_layers)
+        residual_layers = self.settings.kept_residual_layers(num_layers)
         self._eligibility = ReuseEligibility(
             self.settings.default, config, residual_layers, has_head_map=find_head_map(config) is not None
         )
@@ -209,7 +209,8 @@ class SchedulerSide:
             output.num_scheduled_tokens, lambda request_id: self._main(self._manager.get_block_ids(request_id))
         )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
-        metadata = Metadata(*self._recoveries.take_orders(), spare * self._num_layers, self._forgets)
+        costs = self.known.cost_model.costs
+        metadata = Metadata(*self._recoveries.take_orders(), spare, costs, self._forgets)
         metadata.prompts = self._shorter_prompts.take_restored()
         if self.stored is not None:
             metadata.store = self.stored.take_orders()

@@ -58,7 +58,7 @@ class WorkerSide:
             set_known_prompt(self._runner, request_id, token_ids)
 
     def step(self, metadata: Metadata) -> None:
-        """Take what is new and spend the step's budget.
+        """Take what is new and recover as far as the step allows.
 
         Runs after the step's forward pass, since every load of this connector is asynchronous to vLLM: prefix blocks
         and sources that the same step computes are there by now.
@@ -69,7 +69,7 @@ class WorkerSide:
             self._queue.library.store.clear()
         self._queue.add(metadata.jobs)
         self._queue.cancel(metadata.cancelled)
-        self._ended |= self._queue.advance(metadata.budget)
+        self._ended |= self._queue.advance(metadata.spare_tokens, metadata.costs)
         if self._store is not None:
             self._store.step(metadata.store)
 
