@@ -46,9 +46,9 @@ class Costs:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{item.name} must be a number of seconds of at least 0, got {value!r}")
 
-    def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray | float) -> np.ndarray:
+    def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray | int) -> np.ndarray:
         """Seconds of one pass; numbers of any shape."""
-        found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * num_pairs
+        found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * np.asarray(num_pairs)
         return found
 
     def grafting(
