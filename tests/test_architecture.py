@@ -20,7 +20,7 @@ LAYERS = [  # each may import what stands before it, and itself
     {"cli", "__main__", "__init__"},
 ]
 STORE = [  # within segments/store/, each may import what stands before it
-    {"chunk"},
+    {"chunk", "events"},
     {"budget", "files", "health", "readers", "redis_place", "register", "writer"},
     {"catalogue", "file_place", "secret"},
     {"catalogue_reader", "places", "seals"},

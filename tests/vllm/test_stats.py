@@ -1,7 +1,10 @@
 """Metrics: what one payload counts, how payloads add up, and what a real Prometheus registry shows of them."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +15,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
+from kvgraft.segments import store
+from kvgraft.segments.store.events import EVENTS
 from kvgraft.vllm.compat import transfer_config
 from kvgraft.vllm.connector import KVGraftConnector
 from kvgraft.vllm.stats import BUCKETS, METRICS, PromMetrics, Stats
@@ -136,6 +141,26 @@ def make_metrics(registry: CollectorRegistry, engines: int) -> PromMetrics:
     return made
 
 
+def test_what_may_be_counted_is_there_from_the_start(registry: CollectorRegistry):
+    """An alert sees the first event only if there was a 0 before."""
+    make_metrics(registry, engines=2)
+    for name, metric in METRICS.items():
+        assert bool(metric.values) == (metric.kind is Counter and metric.label is not None)
+        for engine, value in product("01", metric.values):
+            labels = {"model_name": "m", "engine": engine, metric.label: value}
+            assert registry.get_sample_value(name, labels) == 0
+
+
+def test_everything_that_a_store_counts_is_named_and_documented():
+    """In its code names of events stand as strings beside the counts."""
+    sources = "".join(path.read_text() for path in Path(store.__file__).parent.glob("*.py"))
+    counted = set(re.findall(r'(?:_counts\[|_count\(|_failed\(|return |hits = )"([a-z_]+)"', sources))
+    assert {"stored", "write_failed", "shared_gone", "shared_late", "ram_hits"} <= counted
+    assert counted - {"exact", "similar"} <= EVENTS.keys()
+    documented = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert all(f"`{event}`" in documented for event in EVENTS)
+
+
 def test_prometheus_shows_counters_gauges_and_histograms(registry: CollectorRegistry, metrics: PromMetrics):
     for _ in range(2):
         metrics.observe(payload().to_dict())
@@ -149,13 +174,13 @@ def test_prometheus_shows_counters_gauges_and_histograms(registry: CollectorRegi
     assert value(f"{STAGES}_sum", stage) == pytest.approx(1.004)
     assert value(f"{STAGES}_bucket", stage | {"le": "0.0025"}) == 2
     assert value(f"{STAGES}_bucket", stage | {"le": str(BUCKETS[-1])}) == 4
-    assert value(REQUESTS, LABELS | {"outcome": "miss"}) is None
+    assert value(REQUESTS, LABELS | {"outcome": "miss"}) == 0
 
 
 def test_engines_are_told_apart(registry: CollectorRegistry):
     metrics = make_metrics(registry, engines=2)
     metrics.observe(payload().to_dict(), engine_idx=1)
-    assert registry.get_sample_value(REQUESTS, LABELS | {"outcome": "grafted"}) is None
+    assert registry.get_sample_value(REQUESTS, LABELS | {"outcome": "grafted"}) == 0
     assert registry.get_sample_value(REQUESTS, LABELS | {"outcome": "grafted", "engine": "1"}) == 2
 
 

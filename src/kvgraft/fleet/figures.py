@@ -10,6 +10,12 @@ _MS = (0.1, 0.25, 0.375, 0.5, 0.625, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 
 SECONDS = tuple(ms / 1000 for ms in _MS)
 
 
+def _show(counter: Counter, *values: str) -> None:
+    """Have these values of its label from the start, at 0: `increase()` sees no first event otherwise."""
+    for value in values:
+        counter.labels(value)
+
+
 class Figures:
     """What one ingress has done."""
 
@@ -37,6 +43,8 @@ class Figures:
             ["at"],
             registry=self.registry,
         )
+        _show(self.routed, "text", "load", "error")
+        _show(self.failed, "1", "2", "stream")
 
 
 FIGURES = Figures()  # of this process
@@ -53,6 +61,7 @@ class ReplicaFigures:
             ["outcome"],
             registry=self.registry,
         )
+        _show(self.taken_over, "done", "failed")
 
 
 def shown(name: str) -> bytes:

@@ -46,6 +46,7 @@ MISSES = {  # reasons why nothing could be grafted
     "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
 }
 REASONS = FALLBACKS | REFUSALS | MISSES
+KINDS = ("prefix", "continued", "grafted", "fresh")  # of a prompt's tokens
 
 
 @dataclass

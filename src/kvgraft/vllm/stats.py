@@ -2,35 +2,58 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvgraft.prefill.report import FALLBACKS, KINDS, MISSES, REFUSALS, Outcome
+from kvgraft.segments.store.events import EVENTS
+
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric with at most one label of its own, besides vLLM's `model_name` and `engine`."""
+    """A metric with at most one label of its own, besides vLLM's `model_name` and `engine`.
+
+    Attributes:
+        values: of the label, which are shown as 0 from the start: `increase()` sees no first event otherwise.
+    """
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
     help: str
     label: str | None = None
+    values: tuple[str, ...] = ()
 
 
 METRICS = {
     "kvgraft:requests_total": Metric(
-        Counter, "Admitted requests by outcome: grafted, continued, prefix_only, miss, off, fallback.", "outcome"
+        Counter,
+        "Admitted requests by outcome: grafted, continued, prefix_only, miss, off, fallback.",
+        "outcome",
+        tuple(Outcome),
     ),
     "kvgraft:tokens_total": Metric(
-        Counter, "Prompt tokens by kind: prefix, continued, grafted, recomputed, fresh.", "kind"
+        Counter,
+        "Prompt tokens by kind: prefix, continued, grafted, recomputed, fresh.",
+        "kind",
+        (*KINDS, "recomputed"),
     ),
-    "kvgraft:misses_total": Metric(Counter, "Requests that grafted nothing, by reason.", "reason"),
+    "kvgraft:misses_total": Metric(
+        Counter, "Requests that grafted nothing, by reason.", "reason", (*MISSES, *REFUSALS)
+    ),
     "kvgraft:fallbacks_total": Metric(
-        Counter, "Requests whose grafts were given up, all or in part, by reason.", "reason"
+        Counter,
+        "Requests whose grafts were given up, all or in part, by reason.",
+        "reason",
+        (*FALLBACKS, "aborted", "probe"),
     ),
     "kvgraft:store_total": Metric(
-        Counter, "Segment store: blocks by ram_hits, disk_hits; chunks by stored, evicted, damaged, ...", "event"
+        Counter,
+        "Segment store: blocks by ram_hits, disk_hits; chunks by stored, evicted, damaged, ...",
+        "event",
+        tuple(EVENTS),
     ),
     "kvgraft:read_anew_tokens_total": Metric(
         Counter, "Tokens of popular text that were computed exactly while no request ran."
@@ -108,9 +131,11 @@ class PromMetrics(KVConnectorPromMetrics):
         for name, metric in METRICS.items():
             extra: dict[str, Any] = {"buckets": BUCKETS} if metric.kind is Histogram else {}
             labels = [*labelnames, *filter(None, [metric.label])]
-            self._metrics[name] = metric_types[metric.kind](
+            made = self._metrics[name] = metric_types[metric.kind](
                 name=name, documentation=metric.help, labelnames=labels, **extra
             )
+            for engine, value in product(per_engine_labelvalues.values(), metric.values):
+                made.labels(*engine, value)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Record one payload of one engine."""

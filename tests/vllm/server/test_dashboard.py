@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ DASHBOARD = json.loads((DOCS / "grafana.json").read_text())
 RULES = [
     rule for group in yaml.safe_load((DOCS / "prometheus-rules.yml").read_text())["groups"] for rule in group["rules"]
 ]
+PROMTOOL = shutil.which("promtool")
 SERVER_LABELS = {"model_name", "engine"}
 
 
@@ -87,6 +90,11 @@ def test_a_query_names_metrics_and_labels_that_exist(query: str):
 @pytest.mark.parametrize("query", [query.replace("$__rate_interval", "1m") for query in queries()])
 def test_a_query_is_promql(query: str):
     promql_parser.parse(query)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: apt install prometheus")
+def test_rules_do_on_made_up_series_what_they_are_for():
+    subprocess.run([str(PROMTOOL), "test", "rules", str(DOCS / "prometheus-rules-test.yml")], check=True)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])

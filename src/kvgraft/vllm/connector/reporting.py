@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 
 from kvgraft.prefill.costs import TOKENS
-from kvgraft.prefill.report import Outcome
+from kvgraft.prefill.report import KINDS, Outcome
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import RequestOptions
@@ -14,7 +14,6 @@ from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
 MAX_SPANS = 64  # of a report
-KINDS = ("prefix", "continued", "grafted", "fresh")
 
 
 class Reporting:

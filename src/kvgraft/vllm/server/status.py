@@ -77,7 +77,7 @@ def engine_figures() -> dict[str, Any]:
         "pool": {state: int(pool[state]) for state in ("used", "free", "frozen")} if pool else None,
         "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
         "read_anew_tokens": int(_by_label("kvgraft:read_anew_tokens_total", None)[""]),
-        "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items()},
+        "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items() if n},
     }
 
 
