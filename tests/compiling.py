@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+kernels: dict[int, JITFunction] = {}  # by identity, those that were called
 compiled: list[tuple[str, int, int]] = []  # kernels, bytes of shared memory, bytes that a thread spills
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -39,10 +40,18 @@ def compile_only() -> None:
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert len(kernel.asm["cubin"]) > 1000
+        kernels[id(self)] = self
         compiled.append((self.fn.__name__, kernel.metadata.shared, spilled_bytes(kernel.asm["cubin"])))
         return kernel
 
     JITFunction.run = compile_instead
+
+
+def variants() -> list[str]:
+    """The kernels that were compiled, each as often as it was for other arguments."""
+    return [
+        kernel.fn.__name__ for kernel in kernels.values() for caches in kernel.device_caches.values() for _ in caches[0]
+    ]
 
 
 def spilled_bytes(cubin: bytes) -> int:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -108,9 +109,29 @@ for name, shapes in {
 pool |= {name: HeadPages(torch.zeros(45, 16, 2, dim).transpose(1, 2)) for name in ("k", "v")}  # as vLLM's caches
 fill(program, pool, torch.arange(80), implementation="triton")
 """
+SIZES = """
+from kvgraft.kernels import changes, rows
+from kvgraft.kernels.heads import LayerHeads
+
+heads = LayerHeads(tuple(range(8)), (0,) * 8, (False,) * 8)
+pools = torch.zeros(2, 8, 4096, 128, dtype=torch.bfloat16).unbind(0)
+for tokens in (1, 3, 16, 48, 101):
+    at, turn = torch.arange(tokens)[None], (torch.zeros(tokens, 64), torch.zeros(tokens, 64))
+    new = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
+    rows.write_rows(pools, (new, new), heads, at, implementation="triton")
+    cache = pools[0].view(2, 4, 4096, 128).transpose(1, 2)
+    dispatch.align_copy(cache, cache, range(tokens % 2, 2), at[0], at[0], *turn, implementation="triton")
+    for anchors in (2, 16, 33):
+        few, own = torch.arange(anchors)[None], (torch.zeros(anchors, 64), torch.zeros(anchors, 64))
+        changes.kv_changes(pools, heads, (few, own), (few, own), implementation="triton")
+        told, around = torch.zeros(8, anchors, 256), torch.zeros(anchors, 17, dtype=torch.int64)
+        changes.average_changes(told, around, torch.zeros(anchors, 17), implementation="triton")
+        sides = torch.zeros(2, tokens, dtype=torch.int64), torch.zeros(tokens)
+        changes.copy_changed(pools, heads, (at, turn), (at, turn), told, *sides, implementation="triton")
+"""
 SETUP = """
 import torch
-from compiling import compile_only, compiled
+from compiling import compile_only, compiled, variants
 from kvgraft.kernels import dispatch
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -138,14 +159,25 @@ compile_only()
     ids=["align", "rows", "topk", "attention", "attention, three dtypes", "flows"],
 )
 def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    tests = Path(__file__).parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent), environment.get("PYTHONPATH", "")))
-    program = f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = [line.split() for line in lines_of(f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)")]
     assert {name for name, _, _ in found} == kernels
     assert max(int(shared) for _, shared, _ in found) <= SHARED
     for name, _, spilled in found:
         assert int(spilled) <= SPILLED.get(name, 0), name
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_prompts_of_other_sizes_need_no_other_kernels():
+    """A kernel that is compiled anew for a number of tokens holds up a request, the first with such a number."""
+    found = Counter(lines_of(f"{SETUP}{SIZES}\nfor name in variants():\n    print(name)"))
+    assert found == dict.fromkeys(("_move_rows", "_align_copy", *CHANGES), 1)
+
+
+def lines_of(program: str) -> list[str]:
+    """What a program prints in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    tests = Path(__file__).parents[1]
+    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent), environment.get("PYTHONPATH", "")))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

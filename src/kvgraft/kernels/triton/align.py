@@ -33,7 +33,7 @@ def align_copy(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer", "layer_step"])
 def _align_copy(  # type: ignore[no-untyped-def]
     keys,
     values,

@@ -71,7 +71,7 @@ def _still(keys, at, half, cos, sin, turn, inside):  # type: ignore[no-untyped-d
     return _turned(first, second, c, s)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["new_stride", "old_stride", "num_rows"])
 def _kv_changes(  # type: ignore[no-untyped-def]
     keys, values, changes, new, new_cos, new_sin, old, old_cos, old_sin, places,
     stream_stride, new_stride, old_stride, num_rows, num_heads, half,
@@ -126,7 +126,7 @@ def _between(before, behind, weight, at, inside):  # type: ignore[no-untyped-def
     return first + weight * (tl.load(behind + at, mask=inside, other=0.0) - first)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_changes"])
+@triton.jit(do_not_specialize=["source_stride", "target_stride", "sides_stride", "num_tokens", "num_changes"])
 def _copy_changed(  # type: ignore[no-untyped-def]
     keys, values, changes, source, shift_cos, shift_sin, target, cos, sin, sides, weights, places,
     stream_stride, source_stride, target_stride, sides_stride, num_tokens, num_changes, num_heads, half,

@@ -94,7 +94,7 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
     tl.store(to + half, second * c + first * s, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["slots_stride", "num_rows"])
 def _move_rows(  # type: ignore[no-untyped-def]
     keys, values, key_rows, value_rows, slots, places, stream_stride, key_row, key_head, value_row, value_head,
     slots_stride, num_rows, num_heads, head_dim,
