@@ -25,6 +25,7 @@ from kvgraft.vllm.compat import group_attention
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
 from kvgraft.vllm.recovery import RecoveryResult
+from kvgraft.vllm.warm_up import warm_up
 from launches import MAX_LENGTH, VLLM_POLICIES, VLLM_SHAPE, count_of, documents, per_layer, prompts
 from ttft import make_model
 
@@ -328,6 +329,24 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
     monkeypatch.setattr(RowAttention, "do_kv_cache_update", lambda *given: (note(None, *given[4:]), store(*given))[1])
     recover(parse_policy(policy))
     assert {len(slots) for slots in told} == {len(asked)}
+
+
+@pytest.mark.parametrize("policy", ["full", "naive", "transitive", "spread", "samkv"])
+def test_a_worker_has_called_before_the_first_request_what_recoveries_call(models: list[LoadedModel], policy: str):
+    read, [asked] = prompts(TOKENS, 1)
+    with torch.inference_mode(), FakeDevice():
+        host = models[0].host("cuda")
+        with FakeDevice.current.counting() as before:
+            warm_up(host, parse_policy(policy), MAX_LENGTH)
+        if policy == "samkv":
+            assert not before, "it keeps a part of documents, of which there are none"
+            return
+        recover = Recoveries(host, read, documents(TOKENS), asked)
+        with FakeDevice.current.counting() as operations:
+            recover(parse_policy(policy))
+    called = {one.name for one in operations if one.kind is Kind.LAUNCH and one.name.startswith("_")}
+    assert called <= {one.name for one in before}
+    assert ("_copy_changed" in called) == (policy == "spread")
 
 
 def test_a_layer_refuses_what_is_on_the_cpu(models: list[LoadedModel]):

@@ -17,6 +17,7 @@ from kvgraft.vllm.connector.store_worker import StoreWorker
 from kvgraft.vllm.prefill import measure_costs
 from kvgraft.vllm.recovery import RecoveryQueue, RecoveryResult
 from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft.vllm.warm_up import warm_up
 
 
 class WorkerSide:
@@ -45,9 +46,12 @@ class WorkerSide:
         head_map, rank = find_head_map(self._config), self._config.parallel_config.rank
         own_map = None if head_map is None else map_of_rank(head_map, self._config, rank)
         self._queue = RecoveryQueue(host, limit, library, own_map)
-        if settings.given_costs is None:
-            with host.fused_operators():
-                self._costs = measure_costs(host, self._config.model_config.max_model_len)
+        longest = self._config.model_config.max_model_len
+        with host.fused_operators():
+            if host.device.type == "cuda":  # where kernels are compiled when they are first called
+                warm_up(host, settings.default.policy, longest)
+            if settings.given_costs is None:
+                self._costs = measure_costs(host, longest)
         if settings.store is not None:
             parallel = self._config.parallel_config
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
