@@ -87,6 +87,17 @@ def _segpaged(found: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _rates(found: dict[str, Any]) -> list[Row]:
+    rows = []
+    for row in found["rows"]:
+        rows.append((f"{row['tokens']} tokens, {row['name']}: ms", f"{row['milliseconds']:.3f}"))
+        if row["tflops"] is not None:
+            rows.append((f"{row['tokens']} tokens, {row['name']}: TFLOP/s", f"{row['tflops']:.3g}"))
+        if row["gbytes"] is not None:
+            rows.append((f"{row['tokens']} tokens, {row['name']}: GB/s", f"{row['gbytes']:.4g}"))
+    return rows
+
+
 def _topk(found: dict[str, Any]) -> list[Row]:
     return [
         (
@@ -238,6 +249,10 @@ def measurements(device: str) -> list[Measurement]:
             "vllm-exact-float32", "KVGraft in vLLM in float32 (Triton attention)",
             "nothing; plain vLLM is the measure",
             ("benchmarks/exactness.py", *on), ("--attention-backend", "TRITON_ATTN"), (), _exact, needs="vllm",
+        ),
+        Measurement(
+            "kernel-rates", "Kernels of a recovery, one layer of an 8B model", "nothing",
+            ("benchmarks/kernel_rates.py", *on, *bfloat16), (), ("--tokens", "512", "--rounds", "2"), _rates,
         ),
         TESTS,
         *(

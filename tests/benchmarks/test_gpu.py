@@ -25,6 +25,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     "name",
     [
         "align-paged",
+        "kernel-rates",
         "vllm-exact",
         "flows",
         *(
