@@ -31,9 +31,13 @@ Application = Callable[..., Coroutine[Any, Any, None]]
 
 
 async def converse(
-    app: Application, *messages: dict[str, Any], key: str | None = ALICE, headers: dict[str, str] | None = None
+    app: Application,
+    *messages: dict[str, Any],
+    key: str | None = ALICE,
+    headers: dict[str, str] | None = None,
+    path: str = "/v1/completions",
 ) -> list[dict[str, Any]]:
-    """What the server sends when the client sends these messages, to /v1/completions."""
+    """What the server sends when the client sends these messages."""
     sent: list[dict[str, Any]] = []
     inbox = iter(messages)
 
@@ -43,7 +47,7 @@ async def converse(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await ServerMiddleware(app, KEYRING, GRANTS, DEFAULT)(scope(key, headers), receive, send)
+    await ServerMiddleware(app, KEYRING, GRANTS, DEFAULT)(scope(key, headers, path), receive, send)
     return sent
 
 
@@ -83,10 +87,10 @@ def test_requests_that_may_call_tools_are_known_as_such(body: bytes, expected: b
     assert found == [frozenset({"tools"} if expected else ()), frozenset()]
 
 
-def scope(key: str | None, headers: dict[str, str] | None = None) -> dict[str, Any]:
+def scope(key: str | None, headers: dict[str, str] | None = None, path: str = "/v1/completions") -> dict[str, Any]:
     given = {"Authorization": f"Bearer {key}", **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in given.items()]
-    return {"type": "http", "method": "POST", "path": "/v1/completions", "headers": raw, "query_string": b""}
+    return {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
 
 
 def part(body: bytes, *, more: bool = False) -> dict[str, Any]:
@@ -191,6 +195,54 @@ def test_bad_options_are_refused_before_the_application_by_name(params: Any, mes
     error = json.loads(text)["error"]
     assert (status, error["code"], error["param"]) == (400, 400, "kv_transfer_params.kvgraft")
     assert message in error["message"]
+
+
+OPTIONS = {"kvgraft": {"reuse": "exact"}}
+WRAPPED = {"kv_transfer_params": OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (OPTIONS, "kvgraft"),
+        ({**WRAPPED, **OPTIONS}, "kvgraft"),
+        ({"extra_body": WRAPPED}, "extra_body.kv_transfer_params"),
+        ({"extra_body": OPTIONS}, "extra_body.kvgraft"),
+        ({"extra_body": {"extra_body": WRAPPED}}, "extra_body.extra_body.kv_transfer_params"),
+        ({"extra_body": json.dumps(WRAPPED)}, "extra_body.kv_transfer_params"),
+        ({"extra_body": json.dumps({"extra_body": json.dumps(WRAPPED)})}, "extra_body.extra_body.kv_transfer_params"),
+        ({"top_p": float("nan"), "extra_body": WRAPPED}, "extra_body.kv_transfer_params"),
+        ({"vllm_xargs": {"kvgraft": "exact"}}, "vllm_xargs.kvgraft"),
+        ({"model_kwargs": {"extra_body": WRAPPED}}, "model_kwargs.extra_body.kv_transfer_params"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_options_where_nothing_reads_them_are_refused_with_the_place_where_they_belong(
+    path: str, body: Any, field: str
+):
+    sent = asyncio.run(converse(echo, part(json.dumps(body).encode()), path=path))
+    status, text = status_and_text(sent)
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, field)
+    assert error["message"].startswith(f'{field} has no effect here: send "kv_transfer_params": {{"kvgraft": {{...}}}}')
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"extra_body": {"top_k": 5}, "user": "kvgraft"},
+        {"extra_body": "about kvgraft"},
+        {"extra_body": ["kvgraft"]},
+        {"messages": [{"role": "user", "content": json.dumps({"extra_body": OPTIONS})}]},
+        {"tools": [{"function": {"parameters": {"properties": {"kvgraft": {"type": "string"}}}}}]},
+        {"metadata": {"kvgraft": "a tag"}},
+        {"extra_body": "[" * 10_000 + "kvgraft"},
+    ],
+    ids=range(7),
+)
+def test_what_only_mentions_an_option_passes(body: Any):
+    raw = json.dumps(body).encode()
+    assert status_and_text(asyncio.run(converse(echo, part(raw)))) == (200, raw.decode())
 
 
 @pytest.mark.parametrize(("key", "name", "status"), [(ALICE, "wiki", 200), (BOB, "wiki", 404), (BOB, "none", 404)])

@@ -7,9 +7,11 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.errors import Refused
 
 MAX_BODY = 32 << 20  # bytes
+WRAPPERS = ("extra_body", "extra_args", "extra_params", "model_kwargs", "vllm_xargs")  # of client libraries and proxies
 
 
 class Disconnected(Exception):
@@ -48,3 +50,31 @@ def parsed(body: bytes) -> Any:
             return json.loads(body)
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
+
+
+def misplaced_options(body: Any) -> str | None:
+    """The field of a parsed request that says something of reuse where nothing reads it, such as
+    `extra_body.kv_transfer_params`; None: there is none. A wrapper may be an object or JSON text, within others."""
+    if not isinstance(body, dict):
+        return None
+    if KEY in body:
+        return KEY
+    inner = [(name, body[name]) for name in WRAPPERS if name in body]
+    while inner:
+        path, value = inner.pop()
+        if isinstance(value, str):
+            value = _object(value)
+        if isinstance(value, dict):
+            for name in (PARAMS, KEY):
+                if name in value:
+                    return f"{path}.{name}"
+            inner += [(f"{path}.{name}", value[name]) for name in WRAPPERS if name in value]
+    return None
+
+
+def _object(text: str) -> Any:
+    """What a text says in JSON, None of other texts."""
+    try:
+        return parsed(text.encode())
+    except ValueError:
+        return None

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, PARAMS, RequestOptions
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
-from kvgraft.vllm.server.body import Disconnected, parsed, read_body
+from kvgraft.vllm.server.body import Disconnected, misplaced_options, parsed, read_body
 from kvgraft.vllm.server.call import CURRENT, Call
 from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused
@@ -20,6 +20,9 @@ from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 from kvgraft.vllm.settings import TOOLS
 
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
+_MISPLACED = (
+    f'has no effect here: send "{PARAMS}": {{"{KEY}": {{...}}}} at the top level of the request, beside "model"'
+)
 COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
 
@@ -92,8 +95,10 @@ class ServerMiddleware:
 
         The guard of the engine checks again, so a body that is not understood here may pass.
         """
-        if PARAMS.encode() not in body:
+        if PARAMS.encode() not in body and KEY.encode() not in body:
             return
+        if (path := _misplaced(body)) is not None:
+            raise Refused(400, f"{path} {_MISPLACED}", param=path)
         if (params := _peek(body).kv_transfer_params) is not None:
             try:
                 self._grants.names_for(principal.tenant, parse_params(params, self._default).shared)
@@ -113,6 +118,14 @@ def _peek(body: bytes) -> _Peek:
         return msgspec.json.decode(body, type=_Peek)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return _Peek()
+
+
+def _misplaced(body: bytes) -> str | None:
+    """See `misplaced_options`; None of what nobody understands."""
+    try:
+        return misplaced_options(parsed(body))
+    except ValueError:
+        return None
 
 
 def _may_call_tools(body: bytes) -> bool:
