@@ -59,8 +59,23 @@ def test_a_graft_in_front_of_much_new_text_must_save_more():
     assert model.choose([small, large], 4000, 0, "p", approximate=True)[0] == [small, large]
     assert model.choose([small], 160, 0, "p")[0] == [small]
     assert CostModel(FLAT, exact_value=0.0).choose([small], 4000, 0, "p")[0] == [small]
-    assert model.choose([small], 4000, 0, "p") == ([], Estimate(4000.0, 4000.0))
+    assert model.choose([small], 4000, 0, "p") == ([], Estimate(4000.0, 4000.0, "too_little_known"))
     assert model.choose([], 4000, 1000, "p") == ([], Estimate(3000.0, 3000.0))
+
+
+@pytest.mark.parametrize(
+    ("length", "new_behind", "reason"),
+    [
+        (38, 0, "too_short"),
+        (39, 0, None),
+        (38, 500, "too_short"),
+        (39, 500, "too_little_known"),
+        (100, 500, None),
+    ],
+)
+def test_by_tokens_39_are_the_least_that_is_grafted(length: int, new_behind: int, reason: str | None):
+    chosen, estimate = CostModel().choose([match(20, length)], 20 + length + new_behind, 0, "p")
+    assert (bool(chosen), estimate.reason) == (reason is None, reason)
 
 
 def test_what_a_policy_computes_is_learned():
@@ -136,6 +151,11 @@ def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_pat
     assert report.estimated_full_s == 200
     assert 40 <= report.estimated_reuse_s < 100
     assert 0 < engine.memory.lookup.cost_model.work[str(engine.policy)].shares[0] < 0.5
+    for unknown, reason in ((4, "too_short"), (100, "no_known_text")):
+        report = ask(engine, document[:144] + words(unknown, 6))
+        assert (report.prefix_tokens, report.outcome, report.reason) == (144, "prefix_only", reason)
+    report = ask(engine, words(4, 7))
+    assert (report.outcome, report.reason) == ("miss", "too_short")
     report = ask(engine, words(20, 4) + document[:64] + words(400, 5))
     assert (report.grafted_tokens, report.outcome, report.reason) == (0, "miss", "too_little_known")
     assert report.estimated_full_s == report.estimated_reuse_s == 484

@@ -96,7 +96,8 @@ def test_shares_and_stages(host: Host):
 REASONS: list[tuple[list[int], Any, str]] = [
     (words(20, 3) + DOCUMENT, OFF, "off"),
     (words(200, 4), NAIVE, "no_known_text"),
-    (words(20, 3), NAIVE, "no_known_text"),
+    (words(20, 3), NAIVE, "too_short"),
+    (words(20, 5) + DOCUMENT[:33] + words(20, 6), NAIVE, "too_short"),
     (words(20, 5) + DOCUMENT[:40] + words(20, 6), NAIVE, "too_little_known"),
     (words(9, 7) + DOCUMENT[:80] + words(900, 7), NAIVE, "too_little_known"),
     (words(20, 3) + DOCUMENT, {"policy": "full"}, "policy_full"),
@@ -124,6 +125,18 @@ def test_reasons(host: Host, prompt: list[int], options: Any, reason: str):
     else:
         assert host.stats.data["kvgraft:misses_total"] == {reason: 1}
         assert "kvgraft:fallbacks_total" not in host.stats.data
+
+
+@pytest.mark.parametrize("unknown", [4, 200])
+def test_a_prompt_that_begins_with_a_prefix_hit_is_no_miss(host: Host, unknown: int):
+    host.read(DOCUMENT)
+    host.stats.reset()
+    [answer] = host.ask(Ask(DOCUMENT[:288] + words(unknown, 8), NAIVE))
+    assert (answer.report["prefix_tokens"], answer.report["fresh_tokens"]) == (288, unknown)
+    assert answer.report["outcome"] == "prefix_only"
+    assert answer.report["reason"] == ("too_short" if unknown == 4 else "no_known_text")
+    assert host.stats.data["kvgraft:requests_total"] == {"prefix_only": 1}
+    assert "kvgraft:misses_total" not in host.stats.data
 
 
 @pytest.mark.parametrize("params", [{"kvgraft": 5}, {"kvgraft": None}, {"kvgraft": []}, {"kvgraft": "off"}], ids=str)
@@ -165,7 +178,8 @@ def test_metrics_add_up_to_the_reports(host: Host):
     outcomes = {"grafted": 4, "prefix_only": 1, "miss": 1, "off": 1}
     assert host.stats.data["kvgraft:requests_total"] == outcomes
     assert [report["grafted_tokens"] > 0 for report in reports] == [True] * 4 + [False] * 3
-    assert host.stats.data["kvgraft:misses_total"] == Counter(filter(None, (r["reason"] for r in reports)))
+    missed = [report["reason"] for report in reports if report["outcome"] in ("miss", "off")]
+    assert host.stats.data["kvgraft:misses_total"] == Counter(missed)
     for stage in ("align", "dense", "select", "sparse"):
         seconds = host.stats.data["kvgraft:stage_seconds"][stage]
         assert sorted(seconds) == sorted(r["stages"][stage] for r in reports if stage in r["stages"])

@@ -211,7 +211,7 @@ class Memory:
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
         sequence.rest_on(reuse.continued, reuse.matches, size)
         if reuse.estimate is not None:
-            sequence.decide(reuse.estimate, grafts=bool(reuse.matches))
+            sequence.decide(reuse.estimate)
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
             sequence.offer.rest_on((span.start, 1) for span in sequence.documents)

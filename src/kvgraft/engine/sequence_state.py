@@ -18,6 +18,7 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Kind, Plan
+from kvgraft.prefill.report import unknown_reason
 from kvgraft.reuse.continuation import Continued
 from kvgraft.reuse.cost import Estimate
 from kvgraft.reuse.offer import Offer
@@ -128,11 +129,11 @@ class SequenceState:
         if continued:
             self.offer.rest_on(continued.steps(block_size), continued.spans)
 
-    def decide(self, estimate: Estimate, *, grafts: bool) -> None:
+    def decide(self, estimate: Estimate) -> None:
         """Note by which estimate it was decided whether to graft what is known."""
         self.report.estimated_full_s, self.report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
-        if not grafts:
-            self.given_up = "too_little_known"
+        if estimate.reason is not None:
+            self.given_up = estimate.reason
 
     def set_plan(self, plan: Plan) -> None:
         """Take a plan, and report what it means for the prompt."""
@@ -142,7 +143,8 @@ class SequenceState:
         report.fresh_tokens, report.grafted_tokens = counts[Kind.FRESH], counts[Kind.GRAFTED]
         report.continued_tokens, report.depth = continued, self.offer.depth
         report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
-        report.conclude(self.given_up or ("no_known_text" if self.policy.uses_grafts else "policy_full"))
+        unknown = unknown_reason(report.fresh_tokens, plan.block_size)
+        report.conclude(self.given_up or (unknown if self.policy.uses_grafts else "policy_full"))
 
     @property
     def num_reserved(self) -> int:

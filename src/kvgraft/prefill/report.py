@@ -43,10 +43,17 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
     "discover": "known text would have been grafted, but the server only discovers (or it is gone by now)",
+    "too_short": "what is left behind its prefix is less than a block, or what is known of it takes as long to recover",
     "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
 }
 REASONS = FALLBACKS | REFUSALS | MISSES
 KINDS = ("prefix", "continued", "grafted", "fresh")  # of a prompt's tokens
+
+
+def unknown_reason(num_tokens: int, block_size: int) -> str:
+    """Return why nothing is known of the num_tokens tokens that a prompt has behind its prefix: text is known by whole
+    blocks of block_size tokens."""
+    return "too_short" if num_tokens < block_size else "no_known_text"
 
 
 @dataclass

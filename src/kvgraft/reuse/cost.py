@@ -19,10 +19,12 @@ DOUBT = 0.95  # and when they have spoken against a graft, so that it is tried a
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds until the first token without grafts and with them."""
+    """Seconds until the first token without grafts and with them; and why nothing of what is known is grafted, or
+    None."""
 
     full_s: float
     reuse_s: float
+    reason: str | None = None
 
 
 class Work:
@@ -108,7 +110,7 @@ class CostModel:
         best = int(gain.argmax())
         if gain[best] <= 0:
             work.doubt()
-            return [], Estimate(full, full)
+            return [], Estimate(full, full, "too_short" if reuse.min() >= full else "too_little_known")
         return list(matches[best:]), Estimate(full, float(reuse[best]))
 
     def learn(self, policy: str, num_recovered: float, num_grafted: int, num_new: int) -> None:

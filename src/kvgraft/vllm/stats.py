@@ -41,7 +41,10 @@ METRICS = {
         (*KINDS, "recomputed"),
     ),
     "kvgraft:misses_total": Metric(
-        Counter, "Requests that grafted nothing, by reason.", "reason", (*MISSES, *REFUSALS)
+        Counter,
+        "Requests that reused nothing or were not to be grafted, by reason.",
+        "reason",
+        (*MISSES, *REFUSALS),
     ),
     "kvgraft:fallbacks_total": Metric(
         Counter,

@@ -80,6 +80,13 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
     }
 
 
+def test_a_prefix_hit_is_no_miss():
+    request_log = RequestLog((ALICE,))
+    request_log.add(ended(ALICE, Report(prompt_tokens=40, prefix_tokens=36, fresh_tokens=4, reason="too_short")))
+    totals = request_log.view(Principal(ALICE))["totals"]
+    assert (totals["requests"], totals["misses"]) == ({"prefix_only": 1}, {})
+
+
 def test_old_requests_are_forgotten_one_tenants_by_its_own_only_and_sums_stay():
     request_log = RequestLog((ALICE, BOB))
     request_log.add(ended(BOB, GRAFTED))

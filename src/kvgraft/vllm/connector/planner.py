@@ -7,6 +7,7 @@ import numpy as np
 
 from kvgraft.prefill.costs import TOKENS
 from kvgraft.prefill.plan import Plan
+from kvgraft.prefill.report import unknown_reason
 from kvgraft.reuse.cost import CostModel
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.reuse.readings import spans_of
@@ -17,8 +18,6 @@ from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.settings import KVGraftSettings
-
-SHORTEST_DOCUMENT = 64  # tokens of a document of which a part may be kept
 
 
 class Planner:
@@ -70,9 +69,9 @@ class Planner:
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
         matches = self._match(state, tokens, free)
-        reason = "too_little_known" if matches else "no_known_text"
+        reason: str | None = unknown_reason(len(tokens) - num_prefix, self.block_size)
         if matches:
-            matches = self._choose(state, matches, len(tokens), num_prefix)
+            matches, reason = self._choose(state, matches, len(tokens), num_prefix)
         if not matches and not in_place:
             return reason, None
         plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place)
@@ -82,11 +81,10 @@ class Planner:
         return None, Candidate(plan, num_prefix, sources, versions, steps, spans, pages)
 
     def documents(self, state: RequestState) -> list[Match]:
-        """Stretches of a prompt that were read before, each in one piece, and none too short; not its last token."""
+        """Stretches of a prompt that were read before, each in one piece; not its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
         free = np.ones(len(tokens), bool)
-        matches = self._match(state, tokens, free)
-        return [match for match in matches if match.length >= SHORTEST_DOCUMENT]
+        return self._match(state, tokens, free)
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
         """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
@@ -133,14 +131,16 @@ class Planner:
         scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
         return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
 
-    def _choose(self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int) -> list[Match]:
-        """Those that are worth it; what was expected is reported."""
+    def _choose(
+        self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int
+    ) -> tuple[list[Match], str | None]:
+        """Those that are worth it, or why none is; what was expected is reported."""
         approximate, report = state.continued is not None, state.report
         chosen, estimate = self.cost_model.choose(
             matches, num_tokens, num_prefix, state.policy_name, approximate=approximate
         )
         report.estimated_full_s, report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
-        return chosen
+        return chosen, estimate.reason
 
     def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
         """Blocks with grafted tokens that a request goes on with, that its policy can make better for this prompt, and

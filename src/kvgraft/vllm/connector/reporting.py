@@ -121,7 +121,7 @@ class Reporting:
         if report.outcome == Outcome.FALLBACK:
             logger.warning("request %s is computed in full: %s", state.id, report.reason)
             self._stats.add("kvgraft:fallbacks_total", report.reason or "unknown")
-        elif report.outcome not in (Outcome.GRAFTED, Outcome.CONTINUED):
+        elif report.outcome in (Outcome.MISS, Outcome.OFF):
             self._stats.add("kvgraft:misses_total", report.reason or "unknown")
         self._stats.add("kvgraft:requests_total", report.outcome)
         if report.would_graft_tokens and report.estimated_full_s is not None and report.estimated_reuse_s is not None:

@@ -3,11 +3,13 @@
 import numpy as np
 
 from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.prefill.report import unknown_reason
 from kvgraft.vllm.compat import set_prompt
 from kvgraft.vllm.connector.hiding import Hiding
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 
+SHORTEST_DOCUMENT = 64  # tokens of a document of which a part may be kept
 LEAST_SHARE = 0.1  # of a prompt that documents make up
 
 
@@ -25,11 +27,15 @@ class ShorterPrompts:
 
     def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
         """Let vLLM see as many tokens as the policy keeps at most, if enough of the prompt is known."""
-        matches = self._known.documents(state)
+        known, tokens = self._known.documents(state), state.token_ids
+        matches = [match for match in known if match.length >= SHORTEST_DOCUMENT]
         state.documents = tuple(range(match.start, match.start + match.length) for match in matches)
-        tokens, lengths = state.token_ids, [match.length for match in matches]
-        if sum(lengths) < LEAST_SHARE * len(tokens) or not lengths:
-            state.refusal = "too_little_known" if lengths else "no_known_text"
+        lengths = [match.length for match in matches]
+        if not matches:
+            state.refusal = "too_short" if known else unknown_reason(len(tokens), self._known.block_size)
+            return
+        if sum(lengths) < LEAST_SHARE * len(tokens):
+            state.refusal = "too_little_known"
             return
         for match in matches:
             self._known.pool.hit_counts[match.pages] += 1

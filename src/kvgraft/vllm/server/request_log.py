@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import KEY, Report
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
@@ -82,7 +83,7 @@ class RequestLog:
         sums["requests", entry.outcome] += 1
         for kind, count in entry.tokens.items():
             sums["tokens", kind] += count
-        if entry.reason:
+        if entry.reason and entry.outcome != Outcome.PREFIX_ONLY:  # a prefix hit is no miss
             sums["misses", entry.reason] += 1
 
     def view(self, principal: Principal) -> dict[str, Any]:
