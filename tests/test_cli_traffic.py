@@ -60,6 +60,8 @@ def test_measured_costs_make_seconds_of_tokens(capsys: pytest.CaptureFixture[str
 ERRORS = {
     "no such file": ["missing.jsonl"],
     "line 1: is not JSON": ["bad.jsonl"],
+    "server.log, line 1: this log has no request": ["server.log"],
+    "no request in empty.json": ["empty.json"],
     "--pool 'many': must be tokens": [*PAIR, "--pool", "1M,many"],
     "a pool of 160 tokens: the longest request": [*PAIR, "--pool", "160"],
     "unknown match 'alike'": [*PAIR, "--match", "alike"],
@@ -84,6 +86,8 @@ def test_errors_say_what_is_wrong(
 ):
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{\n")
+    Path("server.log").write_text("INFO 11-27 15:23:44 [launcher.py:38] Route: /health\n")
+    Path("empty.json").write_text("[]")
     assert run(app, ["analyze", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

@@ -99,6 +99,48 @@ def test_a_log_of_vllm_is_read(tmp_path: Path, old: bool):
     assert len(second.answer) == len(reader.encode("on the table"))
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt"])
+def test_an_array_has_a_request_an_item(tmp_path: Path, name: str, indent: int | None):
+    items = [{**BODY, "user": "u"}, "a prompt", {"prompt": ["one", "two"]}, {"body": BODY}]
+    path = tmp_path / name
+    path.write_text(json.dumps(items, indent=indent))
+    lines = write(tmp_path, "lines.jsonl", *map(json.dumps, items))
+    found, expected = read(path).requests, read(lines).requests
+    assert [request.tokens.tolist() for request in found] == [request.tokens.tolist() for request in expected]
+    assert {request.session for request in found} == {"u", name}
+
+
+def test_a_bad_item_of_an_array_is_named_or_skipped(tmp_path: Path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([BODY, {"model": "m"}, 5]))
+    with pytest.raises(ValueError, match=r"a\.json, item 2: .*has neither"):
+        read(path)
+    trace = read(path, skip_bad_lines=True)
+    assert (len(trace.requests), len(trace.bad_lines)) == (1, 2)
+
+
+NO_REQUESTS = {
+    "array.json": ("[]", "no request in"),
+    "cut.json": (json.dumps([BODY, BODY])[:-5], "is not JSON"),
+    "cut.txt": (json.dumps([BODY, BODY], indent=2)[:-5], "is not JSON"),
+    "number.json": ("42", "a line is an OpenAI request body"),
+    "proxy.log": ('10.0.0.1 - - [27/Nov/2026] "POST /v1/completions HTTP/1.1" 200 12\n', "this log has no request"),
+    "vllm.txt": ("(APIServer pid=7) INFO 11-27 15:23:44 [launcher.py:38] Route: /health\n", "this log has no request"),
+    "vllm.out": ('INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n', "this log has no request"),
+}
+
+
+@pytest.mark.parametrize("name", NO_REQUESTS)
+def test_a_file_that_holds_no_request_is_refused(tmp_path: Path, name: str):
+    text, message = NO_REQUESTS[name]
+    (tmp_path / name).write_text(text)
+    for skip in (False, True):
+        with pytest.raises(ValueError, match=name) as refused:
+            read(tmp_path / name, skip_bad_lines=skip)
+        assert message in str(refused.value)
+
+
 def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path):
     path = write(tmp_path, "server.log", "INFO Received request a: params: SamplingParams(), lora_request: None.")
     with pytest.raises(ValueError, match=r"server\.log, line 1: .*VLLM_LOGGING_LEVEL=DEBUG"):

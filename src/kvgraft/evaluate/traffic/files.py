@@ -13,6 +13,7 @@ from kvgraft.evaluate.traffic.vllm_log import is_log, read_log
 
 SUFFIXES = (".json", ".jsonl", ".log", ".ndjson", ".txt")  # that are read of a directory
 _BEGINS_OBJECT = re.compile(r"\{\s*\"")
+_BEGINS_ARRAY = re.compile(r"\s*\[\s*\{\s*\"")
 Line = tuple[str, LoggedRequest | LoggedAnswer | BadLine]
 
 
@@ -58,15 +59,20 @@ def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
         yield file.session, (str(file.path), BadLine(f"is no UTF-8 text: {error.reason} at byte {error.start}"))
         return
     lines = text.split("\n")  # no other line ends: JSON may hold them as they are
-    if _is_jsonl(file.path, lines):
+    whole = _decode(text)
+    if isinstance(whole, list):
+        for number, item in enumerate(whole, 1):
+            for said in _records(item):
+                yield file.session, (f"{file.path}, item {number}", said)
+    elif _is_jsonl(file.path, lines):
         for number, line in enumerate(lines, 1):
             if line.strip():
                 for said in _parse(line):
                     yield file.session, (f"{file.path}, line {number}", said)
-    elif (whole := _decode(text)) is not None and isinstance(whole, dict):
+    elif isinstance(whole, dict) or file.path.suffix == ".json" or _BEGINS_ARRAY.match(text):
         for said in _parse(text):
             yield file.session, (str(file.path), said)
-    elif is_log(text):
+    elif file.path.suffix == ".log" or is_log(text):
         for number, said in read_log(lines):
             yield file.session, (f"{file.path}, line {number}", said)
     else:
@@ -91,8 +97,14 @@ def _decode(text: str) -> object:
 
 def _parse(line: str) -> Sequence[LoggedRequest | LoggedAnswer | BadLine]:
     try:
-        return parse_record(msgspec.json.decode(line))
+        value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         return [BadLine(f"is not JSON ({error}): {ALLOWED}")]
+    return _records(value)
+
+
+def _records(value: object) -> Sequence[LoggedRequest | LoggedAnswer | BadLine]:
+    try:
+        return parse_record(value)
     except BadLine as error:
         return [error]

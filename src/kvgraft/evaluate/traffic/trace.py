@@ -90,7 +90,8 @@ def read_trace(
         if on_progress is not None:
             on_progress(number + 1, len(files))
     if not requests:
-        raise ValueError(f"no request in {', '.join(map(str, paths))}, {len(bad_lines)} bad lines")
+        skipped = f", {len(bad_lines)} bad lines, the first of them: {bad_lines[0]}" if bad_lines else ""
+        raise ValueError(f"no request in {', '.join(map(str, paths))}{skipped}")
     by_time = all(request.timestamp is not None for request in requests)
     ordered = sorted(requests, key=_time) if by_time else list(_taking_turns(requests))
     turns: Counter[str] = Counter()

@@ -12,20 +12,23 @@ _REQUEST = re.compile(  # the first form up to vLLM 0.12 or so, the second one s
     rf"prompt: (?P<prompt>None|{_QUOTED}), (?:params: .*?, )?prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
 )
 _ANSWER = re.compile(rf"Generated response (?P<id>\S+)(?: \(streaming complete\))?: output: (?P<text>{_QUOTED})")
-_BARE = re.compile(r"Received request \S+: params: ")
-WITHOUT_PROMPTS = (
-    "this log says that requests came, not what they were: vLLM logs prompts with --enable-log-requests and "
-    "VLLM_LOGGING_LEVEL=DEBUG in its environment"
+_LINE = re.compile(  # vLLM's own, and those of the server below it
+    r"^(?:\(\w+ pid=\d+\)\s+)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[|INFO:\s+)",
+    re.MULTILINE,
 )
+_BARE = re.compile(r"Received request \S+: params: ")
+_HOW = "vLLM logs prompts with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in its environment"
+WITHOUT_PROMPTS = f"this log says that requests came, not what they were: {_HOW}"
+WITHOUT_REQUESTS = f"this log has no request: {_HOW}"
 
 
 def is_log(text: str) -> bool:
-    """Whether a text has lines about requests as vLLM writes them."""
-    return _REQUEST.search(text) is not None or _BARE.search(text) is not None
+    """Whether a text has lines as vLLM writes them."""
+    return any(pattern.search(text) for pattern in (_REQUEST, _BARE, _LINE))
 
 
 def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnswer | BadLine]]:
-    """Requests and answers with their line numbers from 1; what else is logged is passed over."""
+    """Requests and answers with their line numbers from 1; what else is logged is passed over, unless that is all."""
     has_prompts, bare = False, 0
     for number, line in enumerate(lines, 1):
         if found := _REQUEST.search(line):
@@ -35,8 +38,8 @@ def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnsw
             yield number, LoggedAnswer(_unquoted(found["text"]), found["id"])
         elif _BARE.search(line):
             bare = bare or number
-    if bare and not has_prompts:
-        yield bare, BadLine(WITHOUT_PROMPTS)
+    if not has_prompts:
+        yield (bare, BadLine(WITHOUT_PROMPTS)) if bare else (1, BadLine(WITHOUT_REQUESTS))
 
 
 def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
