@@ -159,6 +159,46 @@ def test_bad_requests_are_refused_before_anything_runs(engine: Engine, bad: Requ
     assert not engine.scheduler.waiting
 
 
+def test_a_prompt_by_itself_is_one_prompt(engine: Engine):
+    ids = tokens(20)
+    text = engine.tokenizer.decode(ids)
+    for prompts, expected in (
+        (text, [text]),
+        (ids, [ids]),
+        (np.array(ids), [ids]),
+        (tuple(ids), [ids]),
+        (Request(ids), [ids]),
+        ([ids, ids[:7]], [ids, ids[:7]]),
+        ((one for one in (text, ids)), [text, ids]),
+        ([], []),
+    ):
+        results = engine.generate(prompts)  # type: ignore[arg-type]
+        wanted = engine.generate([Request(one) for one in expected])
+        assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+        assert [result.report.prompt_tokens for result in results] == [result.report.prompt_tokens for result in wanted]
+    assert {event.index for event in engine.stream(text)} == {0}
+    frozen = [engine.freeze("text", one) for one in (ids, Request(ids))]
+    engine.frozen.delete("text", "default")
+    assert len(frozen[0].pages) == len(frozen[1].pages) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (b"hello", "request 0 is of type bytes: must be text, token ids or a Request"),
+        (5, "request 0 is of type int"),
+        ({"prompt": "hello"}, "request 0 is of type dict"),
+        (["hello", {"prompt": "hello"}], "request 1 is of type dict"),
+        (["hello", Segment("hello")], r"request 1 is of type Segment: .* \(parts: Request\(\[\.\.\.\]\)\)"),
+        ([[]], "request 0 is of type list"),
+        ([[1, 2.5]], "request 0 is of type list"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(engine: Engine, prompts: object, message: str):
+    with pytest.raises(RequestError, match=message):
+        engine.generate(prompts)  # type: ignore[arg-type]
+
+
 def test_parts_and_text_give_the_same_answer(engine: Engine):
     text = engine.generate([Request("w5 w6 w7 w8", "full")])[0]
     parts = engine.generate([Request(["w5", Segment("w6 w7"), "w8"], "full")])[0]

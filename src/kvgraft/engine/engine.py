@@ -14,7 +14,18 @@ from kvgraft.engine.memory import Memory
 from kvgraft.engine.pools import lay_out, make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, choose_policy, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
-from kvgraft.engine.request import Event, Report, Request, RequestError, Result, check_shared
+from kvgraft.engine.request import (
+    Event,
+    Prompt,
+    Prompts,
+    Report,
+    Request,
+    RequestError,
+    Result,
+    as_request,
+    as_requests,
+    check_shared,
+)
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.sequence_state import SequenceState
@@ -168,24 +179,28 @@ class Engine:
         if self.store is not None:
             self.store.close()
 
-    def generate(self, requests: Sequence[Request | str]) -> list[Result]:
+    def generate(self, requests: Prompts) -> list[Result]:
         """Answer all requests, batched; results in their order.
+
+        Args:
+            requests: one prompt, or a sequence of prompts: each is a `Request`, text, or token ids.
 
         Raises:
             RequestError: a request that can never be served; nothing has run then.
         """
+        requests = as_requests(requests)
         results: dict[int, Result] = {}
         for event in self.stream(requests):
             if event.result is not None:
                 results[event.index] = event.result
         return [results[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request | str]) -> Iterator[Event]:
+    def stream(self, requests: Prompts) -> Iterator[Event]:
         """As `generate`, but yields each piece of text as soon as it is certain. Closing the iterator aborts."""
-        sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
+        sequences = [self._sequence(index, request) for index, request in enumerate(as_requests(requests))]
         return self.scheduler.run(sequences)
 
-    def prefill(self, request: Request | str, path: str | Path) -> Report:
+    def prefill(self, request: Prompt, path: str | Path) -> Report:
         """Compute a prompt and the first token of its answer; another engine goes on from the file (`resume`).
 
         Raises:
@@ -225,25 +240,25 @@ class Engine:
             raise RuntimeError("the sequence ended without a result")
         return last.result
 
-    def occupy(self, requests: Sequence[Request | str]) -> list[SequenceState]:
+    def occupy(self, requests: Prompts) -> list[SequenceState]:
         """Sequences that run as if their prompts had been computed, on whatever their pages hold: for who times decode
         steps. `scheduler.abort` lets them go.
 
         Raises:
             RequestError, PoolExhausted: they cannot be served, or do not fit.
         """
-        sequences = [self._sequence(index, request) for index, request in enumerate(requests)]
+        sequences = [self._sequence(index, request) for index, request in enumerate(as_requests(requests))]
         for sequence in sequences:
             self.scheduler.adopt(sequence)
         return sequences
 
-    def freeze(self, name: str, prompt: Request | str) -> FrozenEntry:
+    def freeze(self, name: str, prompt: Prompt) -> FrozenEntry:
         """Read a text and keep its blocks in the frozen pool under `name`, in the request's namespace.
 
         Raises:
             RequestError, ValueError: the text cannot be read, fills no block, or exceeds the frozen capacity.
         """
-        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        request = as_request(prompt)
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         reading = Request(request.prompt, policy="full", sampling=sampling, namespace=request.namespace)
         result = self.generate([reading])[0]
@@ -252,7 +267,7 @@ class Engine:
         pages = self.memory.lookup.find_prefix(self.token_ids(request), self.scope_of(request.namespace))
         return self.frozen.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
-    def read_documents(self, prompt: Request | str) -> int:
+    def read_documents(self, prompt: Prompt) -> int:
         """Read the segments of a prompt on their own, if its policy keeps a part of them, as a request does with those
         that it does not find; returns how many were new.
 
@@ -304,8 +319,8 @@ class Engine:
         ids: list[int] = self._reader.read(request).token_ids.tolist()
         return ids
 
-    def _sequence(self, index: int, given: Request | str) -> SequenceState:
-        request = given if isinstance(given, Request) else Request(given)
+    def _sequence(self, index: int, given: Prompt) -> SequenceState:
+        request = as_request(given, index)
         try:
             policy = self.policy if request.policy is None else parse_policy(request.policy)
             tokenised = self._reader.read(request)

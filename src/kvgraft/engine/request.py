@@ -1,10 +1,12 @@
 """What goes into the engine and what comes out of it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from kvgraft.decode.flow import Flow
@@ -49,6 +51,41 @@ class Request:
     match: Literal["exact", "similar"] | None = None
     answer: Sequence[int] = ()
     shared_namespaces: Sequence[str] = ()
+
+
+Prompt = Request | str | Sequence[int]  # a text or token ids alone are a request with nothing else set
+Prompts = Prompt | Sequence[Prompt]
+
+
+def as_requests(given: Prompts) -> list[Request]:
+    """Return the requests that are meant: one for a prompt by itself, or one for each item of a sequence of prompts.
+
+    Raises:
+        RequestError: an item is no prompt.
+    """
+    if isinstance(given, Request | str | bytes | Mapping) or not isinstance(given, Iterable) or _are_ids(given):
+        return [as_request(given)]
+    return [as_request(one, number) for number, one in enumerate(given)]
+
+
+def as_request(given: Any, number: int = 0) -> Request:
+    """Return the request that a prompt is; RequestError, which names its number, if it is none."""
+    if isinstance(given, Request):
+        return given
+    if isinstance(given, str):
+        return Request(given)
+    if _are_ids(given):
+        return Request([int(token) for token in given])
+    kind = type(given).__name__
+    raise RequestError(
+        f"request {number} is of type {kind}: must be text, token ids or a Request (parts: Request([...]))"
+    )
+
+
+def _are_ids(given: Any) -> bool:
+    """Whether this is a sequence of integers, which has at least one."""
+    is_sequence = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes)
+    return is_sequence and len(given) > 0 and all(isinstance(token, Integral) for token in given)
 
 
 @dataclass
