@@ -1,3 +1,5 @@
+import errno
+import io
 import json
 import shutil
 import subprocess
@@ -5,14 +7,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import typer
+from rich.console import Console
+from rich.text import Text
 
 import kvgraft
 from chunks import SIZE, make_chunk, put
 from kvgraft import Engine
 from kvgraft.cli import app, run
+from kvgraft.engine.request import Report
+from kvgraft.evaluate.compare import Outcome, render
+from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.prefill.costs import Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.store import SegmentStore
@@ -189,6 +198,85 @@ def test_compare_measures_every_policy_against_full(capsys: pytest.CaptureFixtur
     assert naive["report"]["grafted_tokens"] > 0
     assert run(app, ["compare", str(case)]) == 0
     assert "sparsex:recompute_share=1.0" in capsys.readouterr().out
+
+
+def test_the_example_of_compare_is_grafted(capsys: pytest.CaptureFixture[str]):
+    example = Path(__file__).parent.parent / "docs" / "examples" / "compare.json"
+    assert run(app, ["compare", str(example), "--json"]) == 0
+    _, naive, spread = json.loads(capsys.readouterr().out)
+    assert naive["report"]["grafted_tokens"] == spread["report"]["grafted_tokens"] > 500
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_compare_prints_fits_80_columns(noise: bool):
+    report = Report(prefix_tokens=12345, grafted_tokens=12346, recomputed_tokens=12347, fresh_tokens=12348)
+    one = Outcome("", 12.3456, 10.25, 0.1, True, 0.1234, 0.25, 0.0, 0.75, "the code " * 40, report, 0.31)
+    policies = ["full", "sparsex:boundary_layers=2,recompute_share=0.15", *([ORDER_NOISE] if noise else [])]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render([msgspec.structs.replace(one, policy=policy) for policy in policies]))
+    printed = console.export_text()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\u2026" not in printed, "nothing is cut off"
+    rows = [line.split() for line in printed.splitlines()]
+    unit = ["0.31"] if noise else []
+    assert ["full", "12345.6", "10.25", "0.1234", *unit, "25%", "75%"] in rows
+    assert ["full", "12345", "12346", "12347", "12348"] in rows
+    assert ["policy", "TTFT", "ms", "faster", "KL", *(["/", "noise"] if noise else []), "flips", "same"] in rows
+    firsts = "".join(row[0] for row in rows if row)
+    assert firsts.count("sparsex:") == 3, "of each table, and the text"
+
+
+def _commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, command in getattr(group, "commands", {}).items():
+        yield f"{name}{key}", command
+        yield from _commands(command, f"{name}{key} ")
+
+
+@pytest.mark.parametrize(("name", "command"), _commands(typer.main.get_command(app)))
+def test_no_help_text_is_taken_for_markup(name: str, command: Any):
+    for text in [command.help, *(getattr(parameter, "help", None) for parameter in command.params)]:
+        if text:
+            assert Text.from_markup(text).plain == text.replace("\\[", "["), name
+
+
+FAILING = [
+    (["calibrate", "--out"], "--out"),
+    (["profile-heads", "--out"], "--out"),
+    (["profile-heads", "--plot"], "--plot"),
+    (["profile-layers", "--out"], "--out"),
+    (["profile-layers", "--plot"], "--plot"),
+    (["profile-costs", "--out"], "--out"),
+    (["analyze", "case.json", "--html"], "--html"),
+    (["inspect", "case.json", "--html"], "--html"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "option"), FAILING, ids=lambda value: " ".join(value))
+def test_what_cannot_be_written_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], option: str
+):
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    for name in ("answers", "calibrate", "studies"):
+        monkeypatch.setattr(f"kvgraft.cli.{name}.load", load)
+    path = "/proc/kvgraft.file"  # where nobody can write, root included
+    assert run(app, [*arguments, path]) == 2
+    assert f"{path} cannot be written" in (said := capsys.readouterr().err)
+    assert f"name another file with {option}" in said
+
+
+def test_a_model_directory_that_cannot_be_written_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("kvgraft.cli.options.TemporaryFile", refuse)
+    monkeypatch.setattr("kvgraft.cli.calibrate.find", lambda _: tmp_path)
+    assert run(app, ["calibrate"]) == 2
+    expected = f"{tmp_path / 'policy.json'} cannot be written (Read-only file system): name another file with --out"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """`kvgraft calibrate`, and what takes the profile that it writes."""
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -104,6 +106,20 @@ def test_a_calibration_that_was_stopped_goes_on(calibrated: Path, capsys: pytest
     assert [one["kl"][0] for one in told["tried"]] == pytest.approx([one["kl"][0] for one in before["tried"]], abs=1e-5)
     assert run(app, [*arguments, "--seed", "1"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written_is_printed_all_the_same(
+    calibrated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = PolicyProfile.load(calibrated / POLICY_FILE)
+    monkeypatch.setattr(PolicyProfile, "save", refuse)
+    assert run(app, ["calibrate", str(calibrated), *SMALL, "--results", str(calibrated / "results"), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["policy"] == before.policy
+    assert "No space left on device" in captured.err
 
 
 def test_an_engine_takes_the_profile_beside_the_weights(calibrated: Path):

@@ -17,6 +17,7 @@ from kvgraft.cli.options import (
     ModelOption,
     OrderNoiseOption,
     app,
+    check_output,
     console,
     load,
     print_json,
@@ -95,7 +96,7 @@ def generate(
 
 @app.command()
 def compare(
-    file: Annotated[Path, typer.Argument(help='{"read": [text, ...], "prompt": text, "policies": [...], ...}')],
+    file: Annotated[Path, typer.Argument(help='{"read": \\[text, ...], "prompt": text, "policies": \\[...], ...}')],
     model: ModelOption = MODEL_DIR,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -135,6 +136,7 @@ def inspect(
     from kvgraft.evaluate import compare as comparison
     from kvgraft.evaluate import inspect as inspection
 
+    check_output(html, "--html")
     case = comparison.load_case(file)
     settings = {"policies": case.policies, "head_map": head_map, "head_paging": head_paging}
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, **settings)
@@ -151,7 +153,7 @@ def inspect(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def serve(context: typer.Context) -> None:
-    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] [any vLLM flag]`, see `kvgraft serve --help`."""
+    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] \\[any vLLM flag]`, see `kvgraft serve --help`."""
     try:
         from kvgraft.vllm.server.serve import serve as run_server
     except ImportError as error:

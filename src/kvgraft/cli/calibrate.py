@@ -65,14 +65,15 @@ def calibrate(
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
     with progress_bar(progress_console, "calibrating") as on_progress:
         profile = calibration.calibrate(engine, settings, results, on_progress, testbed=model == MODEL_DIR)
-    profile.save(out)
-    from kvgraft.evaluate.plots import write_calibration  # matplotlib takes a second to load
-
-    picture = write_calibration(profile, results / "calibration.png")
     if as_json:
         print_json(profile)
     else:
         console.print(calibration.render(profile))
+    profile.save(out)
+    from kvgraft.evaluate.plots import write_calibration  # matplotlib takes a second to load
+
+    picture = write_calibration(profile, results / "calibration.png")
+    if not as_json:
         console.print(f"[dim]{out}, {picture}[/dim]", soft_wrap=True)
 
 

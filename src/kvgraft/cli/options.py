@@ -1,6 +1,7 @@
 """What commands share: the application, options, loading and printing."""
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -66,9 +67,24 @@ def print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def check_output(path: Path) -> None:
-    """Refuse, before anything takes time, what could not be written in the end."""
+def check_output(path: Path | None, option: str = "--out") -> None:
+    """Refuse, before anything takes time, what could not be written in the end; None: nothing is to be written.
+
+    Raises:
+        OSError: there is no such directory, or no file can be written there; the message names the option.
+    """
+    if path is None:
+        return
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file")
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():
+            TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise PermissionError(
+            f"{path} cannot be written ({error.strerror}): name another file with {option}"
+        ) from error

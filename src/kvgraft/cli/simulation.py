@@ -145,7 +145,13 @@ def _refuse(what: str, **given: object) -> None:
 
 
 def _write(study: "FleetStudy", html: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    """The page and the picture, as far as they are wanted, and the table or JSON."""
+    """The table or JSON, and then the page and the picture, as far as they are wanted."""
+    if as_json:
+        print_json(study)
+    else:
+        from kvgraft.fleet.simulation.tables import render
+
+        console.print(render(study))
     if html is not None:
         from kvgraft.fleet.simulation.page import render_page
 
@@ -154,11 +160,6 @@ def _write(study: "FleetStudy", html: Path | None, plot: Path | None, *, as_json
         from kvgraft.fleet.simulation.picture import draw  # matplotlib takes a second to load
 
         draw(study, plot)
-    if as_json:
-        print_json(study)
-        return
-    from kvgraft.fleet.simulation.tables import render
-
-    console.print(render(study))
-    if written := [str(path) for path in (html, plot) if path is not None]:
+    written = [str(path) for path in (html, plot) if path is not None]
+    if written and not as_json:
         console.print(f"[dim]{', '.join(written)}[/dim]", soft_wrap=True)

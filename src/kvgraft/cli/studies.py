@@ -171,6 +171,9 @@ def profile_heads(
     if share is None and threshold is None:
         share = 0.15
     model = find(model)
+    out = model / HEAD_MAP_FILE if out is None else out
+    check_output(out)
+    check_output(plot, "--plot")
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         texts = [path.read_text(encoding="utf-8") for path in text]
@@ -183,16 +186,16 @@ def profile_heads(
             engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold, by=measure,
             on_progress=on_progress,
         )  # fmt: skip
-    out = model / HEAD_MAP_FILE if out is None else out
+    if as_json:
+        print_json(profile)
+    else:
+        console.print(heads.render(profile))
     profile.head_map.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_heads  # matplotlib takes a second to load
 
         write_heads(profile.head_map, plot)
-    if as_json:
-        print_json(profile)
-    else:
-        console.print(heads.render(profile))
+    if not as_json:
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 
@@ -219,6 +222,9 @@ def profile_layers(
     from kvgraft.evaluate import layer_profile
 
     model = find(model)
+    out = model / LAYERS_FILE if out is None else out
+    check_output(out)
+    check_output(plot, "--plot")
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
         named = {path.name: path.read_text(encoding="utf-8") for path in text}
@@ -228,16 +234,16 @@ def profile_layers(
     with progress_bar(progress_console, "profiling") as on_progress:
         survey = layer_profile.survey(engine, chosen, block, on_progress)
     profiled = layer_profile.profile(engine.config.identity, survey, threshold)
-    out = model / LAYERS_FILE if out is None else out
+    if as_json:
+        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in survey.items()}})
+    else:
+        console.print(layer_profile.render(survey, profiled))
     profiled.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_layer_profile  # matplotlib takes a second to load
 
         write_layer_profile(survey, profiled.stable, plot)
-    if as_json:
-        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in survey.items()}})
-    else:
-        console.print(layer_profile.render(survey, profiled))
+    if not as_json:
         console.print(f"[dim]{out}{f', {plot}' if plot else ''}[/dim]", soft_wrap=True)
 
 
@@ -262,11 +268,12 @@ def profile_costs(
     engine = load(model, dtype=dtype, device=device, block_size=BLOCK_SIZE, num_pages=pages)
     with progress_console.status("measuring"):
         found = cost_profile.profile(engine, recomputed_share)
-    found.costs.save(out)
     if as_json:
         print_json(found)
     else:
         console.print(cost_profile.render(found))
+    found.costs.save(out)
+    if not as_json:
         console.print(f"[dim]{out}[/dim]", soft_wrap=True)
 
 

@@ -67,12 +67,13 @@ def analyze(
         analysed = analyse(
             traced, settings, pools, per_session=per_session, tokenizer=reader.name, on_progress=on_progress
         )
-    _write(analysed, html, plot)
     if as_json:
         print_json(analysed.analysis)
-        return
-    console.print(render(analysed.analysis))
-    if written := [str(path) for path in (html, plot) if path is not None]:
+    else:
+        console.print(render(analysed.analysis))
+    _write(analysed, html, plot)
+    written = [str(path) for path in (html, plot) if path is not None]
+    if written and not as_json:
         console.print(f"[dim]{', '.join(written)}[/dim]", soft_wrap=True)
 
 
@@ -105,9 +106,8 @@ def parse_pool(text: str) -> int | None:
 
 def check_outputs(plot: Path | None, html: Path | None) -> None:
     """Refuse, before anything takes time, what could not be written in the end."""
-    for path in (plot, html):
-        if path is not None:
-            check_output(path)
+    check_output(plot, "--plot")
+    check_output(html, "--html")
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"--plot {plot}: must end in .png")
     if plot is not None and find_spec("matplotlib") is None:

@@ -117,29 +117,37 @@ def run_compare(
 
 
 def render(outcomes: list[Outcome]) -> RenderableType:
-    """A table of the policies, and under it their texts, for a rich console."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
-    table.add_column("policy", overflow="fold")
+    """Tables of the policies, which fit 80 columns, and under them their texts, for a rich console."""
     unit = ("/ noise",) if outcomes[-1].policy == ORDER_NOISE else ()
-    for name in ("TTFT ms", "faster", "prefix", "grafted", "redone", "fresh", "KL", *unit, "flips", "same"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for o in outcomes:
-        report = o.report
-        tokens = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
-        times = (f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}")
-        noise = ["-" if o.kl_per_noise is None else f"{o.kl_per_noise:.2f}"] if unit else []
-        far = (f"{o.answer_kl:.4f}", *noise, f"{o.flips:.0%}", f"{o.agreement:.0%}")
-        table.add_row(o.policy, *times, *map(str, tokens), *far)
-    table.caption = (
-        "prefix, grafted, fresh: tokens; redone: grafted tokens recomputed in the last layer; KL: full against policy, "
-        f"nats, mean over the first {ANSWER_TOKENS} tokens of full's own answer; flips: of these, where the best token "
-        "is another; same: tokens of full's answer found at the same place"
+    quality = _table("TTFT ms", "faster", "KL", *unit, "flips", "same")
+    quality.caption = (
+        f"KL: full against policy, nats, mean over the first {ANSWER_TOKENS} tokens of full's own answer; flips: of "
+        "these, where the best token is another; same: tokens of full's answer found at the same place"
         + (f"; {ORDER_NOISE}: full with the segments in other orders, / noise: KL divided by that" if unit else "")
     )
+    tokens = _table("prefix", "grafted", "redone", "fresh")
+    tokens.caption = "tokens of the prompt; redone: grafted tokens recomputed in the last layer"
     texts = Table(box=None, pad_edge=False, show_header=False)
+    texts.add_column(overflow="fold", max_width=30)
+    texts.add_column(overflow="fold")
     for o in outcomes:
-        texts.add_row(o.policy, Text(o.text))
-    return Group(table, texts)
+        report = o.report
+        noise = ["-" if o.kl_per_noise is None else f"{o.kl_per_noise:.2f}"] if unit else []
+        far = (f"{o.answer_kl:.4f}", *noise, f"{o.flips:.0%}", f"{o.agreement:.0%}")
+        quality.add_row(Text(o.policy), f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}", *far)
+        counts = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
+        tokens.add_row(Text(o.policy), *map(str, counts))
+        texts.add_row(Text(o.policy), Text(o.text))
+    return Group(quality, tokens, texts)
+
+
+def _table(*numbers: str) -> Table:
+    """An empty table with a column for the policy and these for numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
+    table.add_column("policy", overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _request(parts: Sequence[Part], policy: str, max_tokens: int) -> Request:
