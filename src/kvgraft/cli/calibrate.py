@@ -17,8 +17,8 @@ from kvgraft.cli.options import (
     console,
     find,
     load,
-    print_json,
     progress_console,
+    show,
 )
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
@@ -65,10 +65,7 @@ def calibrate(
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
     with progress_bar(progress_console, "calibrating") as on_progress:
         profile = calibration.calibrate(engine, settings, results, on_progress, testbed=model == MODEL_DIR)
-    if as_json:
-        print_json(profile)
-    else:
-        console.print(calibration.render(profile))
+    show(profile, calibration.render(profile), as_json=as_json)
     profile.save(out)
     from kvgraft.evaluate.plots import write_calibration  # matplotlib takes a second to load
 

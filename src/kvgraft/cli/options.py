@@ -11,6 +11,8 @@ from rich.console import Console
 from kvgraft.models import find_model
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from kvgraft.engine.engine import Engine
 
 app = typer.Typer(
@@ -65,6 +67,14 @@ def load(model: Path, **settings: Any) -> "Engine":
 def print_json(value: Any) -> None:
     """Anything of dataclasses, structs and plain values."""
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def show(value: Any, table: "RenderableType", *, as_json: bool) -> None:
+    """Print a result: as JSON, or as its table."""
+    if as_json:
+        print_json(value)
+    else:
+        console.print(table)
 
 
 def check_output(path: Path | None, option: str = "--out") -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgraft.cli.fleet import fleet_app
-from kvgraft.cli.options import JsonOption, console, find, print_json, progress_console
+from kvgraft.cli.options import JsonOption, console, find, progress_console, show
 from kvgraft.cli.traffic import check_outputs, parse_pool, refuse_measuring
 from kvgraft.evaluate.progress import progress_bar
 
@@ -146,12 +146,9 @@ def _refuse(what: str, **given: object) -> None:
 
 def _write(study: "FleetStudy", html: Path | None, plot: Path | None, *, as_json: bool) -> None:
     """The table or JSON, and then the page and the picture, as far as they are wanted."""
-    if as_json:
-        print_json(study)
-    else:
-        from kvgraft.fleet.simulation.tables import render
+    from kvgraft.fleet.simulation.tables import render
 
-        console.print(render(study))
+    show(study, render(study), as_json=as_json)
     if html is not None:
         from kvgraft.fleet.simulation.page import render_page
 

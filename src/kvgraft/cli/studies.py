@@ -25,6 +25,7 @@ from kvgraft.cli.options import (
     load,
     print_json,
     progress_console,
+    show,
 )
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.tasks import PATTERNS, SPLITS, find_suites
@@ -186,10 +187,7 @@ def profile_heads(
             engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold, by=measure,
             on_progress=on_progress,
         )  # fmt: skip
-    if as_json:
-        print_json(profile)
-    else:
-        console.print(heads.render(profile))
+    show(profile, heads.render(profile), as_json=as_json)
     profile.head_map.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_heads  # matplotlib takes a second to load
@@ -234,10 +232,8 @@ def profile_layers(
     with progress_bar(progress_console, "profiling") as on_progress:
         survey = layer_profile.survey(engine, chosen, block, on_progress)
     profiled = layer_profile.profile(engine.config.identity, survey, threshold)
-    if as_json:
-        print_json({"profile": profiled, "texts": {name: scores.tolist() for name, scores in survey.items()}})
-    else:
-        console.print(layer_profile.render(survey, profiled))
+    scores = {name: scores.tolist() for name, scores in survey.items()}
+    show({"profile": profiled, "texts": scores}, layer_profile.render(survey, profiled), as_json=as_json)
     profiled.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_layer_profile  # matplotlib takes a second to load
@@ -268,10 +264,7 @@ def profile_costs(
     engine = load(model, dtype=dtype, device=device, block_size=BLOCK_SIZE, num_pages=pages)
     with progress_console.status("measuring"):
         found = cost_profile.profile(engine, recomputed_share)
-    if as_json:
-        print_json(found)
-    else:
-        console.print(cost_profile.render(found))
+    show(found, cost_profile.render(found), as_json=as_json)
     found.costs.save(out)
     if not as_json:
         console.print(f"[dim]{out}[/dim]", soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kvgraft.cli.options import JsonOption, app, check_output, console, find, print_json, progress_console
+from kvgraft.cli.options import JsonOption, app, check_output, console, find, progress_console, show
 from kvgraft.evaluate.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def analyze(
         analysed = analyse(
             traced, settings, pools, per_session=per_session, tokenizer=reader.name, on_progress=on_progress
         )
-    if as_json:
-        print_json(analysed.analysis)
-    else:
-        console.print(render(analysed.analysis))
+    show(analysed.analysis, render(analysed.analysis), as_json=as_json)
     _write(analysed, html, plot)
     written = [str(path) for path in (html, plot) if path is not None]
     if written and not as_json:
