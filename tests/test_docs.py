@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvgraft.prefill.policies import POLICIES
+from kvgraft.prefill.report import REASONS
+from kvgraft.segments.store.shared import SharedTier
+from kvgraft.segments.store.store import SegmentStore
 from kvgraft.vllm.server.arguments import SETTINGS
 from kvgraft.vllm.stats import METRICS
 
@@ -37,6 +40,19 @@ def test_every_flag_of_the_server_is_documented(setting: str):
 def test_every_metric_is_documented(metric: str):
     rows = "\n".join(line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:"))
     assert f"`{metric}`" in rows
+
+
+def test_every_event_of_the_store_is_documented():
+    [row] = [line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:store_total`")]
+    said = f"{SegmentStore.__doc__}{SharedTier.counts.__doc__}"
+    events = set(re.findall(r'"([a-z_]+)"', said)) - {"shared_"}
+    assert "catalogue_failed" in events
+    assert not {event for event in events if f"`{event}`" not in row}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_documented(reason: str):
+    assert any(f"`{reason}`" in line for line in page("operations.md").splitlines() if line.startswith("| `"))
 
 
 def test_the_readme_can_be_read_at_once():
