@@ -25,13 +25,13 @@ from matplotlib import pyplot as plt
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import theilslopes
 from torch import Tensor
 
 from kvgraft import Engine
 from kvgraft.evaluate.metrics import contains_all
 from kvgraft.evaluate.plots import COLOURS, STYLE, save
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.guard.distances import first_token
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.documents import make_documents
@@ -124,7 +124,7 @@ def make_sessions(
     shapes: Sequence[Shape], count: int, seed: int, *, testbed: bool
 ) -> Iterator[tuple[Shape, int, list[Turn]]]:
     """(shape, number, turns); `count` of each shape."""
-    for shape, number in product(shapes, range(count)):
+    for number, shape in product(range(count), shapes):
         for attempt in range(MOST_ATTEMPTS):
             rng = Random(f"{shape} {seed} {number} {attempt}")  # noqa: S311
             total, size = NUM_TOOLS + TURNS, "short" if shape in GROWING else "long"
@@ -140,39 +140,32 @@ def make_sessions(
 
 
 def run(
-    model: Path, shapes: Sequence[Shape], count: int, seed: int, conditions: Sequence[str], dtype: str
-) -> list[Row]:
-    """All conditions over the same prompts, each on an engine of its own."""
-    sessions, rows = list(make_sessions(shapes, count, seed, testbed=model == MODEL_DIR)), []
-    truth: dict[tuple[str, int, int], Tensor] = {}
+    model: Path, sessions: Sequence[tuple[Shape, int, list[Turn]]], conditions: Sequence[str], dtype: str
+) -> Iterator[list[Row]]:
+    """The rows of one session after another: all conditions over the same prompts, each on an engine of its own."""
+    names = ("full", *conditions)
+    engines = {name: Engine(model, dtype=dtype, **condition(name).engine) for name in names}
     with progress_bar(Console(stderr=True), "sessions") as on_progress:
-        for place, name in enumerate(("full", *conditions)):
-            condition = CONDITIONS.get(name, Condition("full"))
-            engine = Engine(model, dtype=dtype, **condition.engine)
-            for at, (shape, number, turns) in enumerate(sessions):
+        for place, (shape, number, turns) in enumerate(sessions):
+            truth: list[Tensor] = []
+            rows: list[Row] = []
+            for done, name in enumerate(names, place * len(names) + 1):
                 rng = Random(f"{shape} {number}")  # noqa: S311
                 asked = [in_another_order(turn, rng) for turn in turns] if name == NOISE else turns
-                answered = answers(engine, condition, (), asked)
+                answered = answers(engines[name], condition(name), (), asked)
                 for turn, (text, logits, report, _) in enumerate(answered, 1):
-                    expected = truth.setdefault((shape, number, turn), logits)
+                    truth += [logits] if name == "full" else []
                     answer = turns[turn - 1].answer
                     score = None if answer is None else contains_all(text, answer.split())
-                    kl = first_token(logits, expected)["kl"]
-                    rows.append(
-                        Row(
-                            shape,
-                            number,
-                            turn,
-                            name,
-                            score,
-                            kl,
-                            report.depth,
-                            report.prompt_tokens,
-                            report.computed_share,
-                        )
-                    )
-                on_progress(place * len(sessions) + at + 1, (len(conditions) + 1) * len(sessions))
-    return rows
+                    kl, share = first_token(logits, truth[turn - 1])["kl"], report.computed_share
+                    rows.append(Row(shape, number, turn, name, score, kl, report.depth, report.prompt_tokens, share))
+                on_progress(done, len(sessions) * len(names))
+            yield rows
+
+
+def condition(name: str) -> Condition:
+    """The one of that name; `full` is no condition that can be chosen, since all are compared with it."""
+    return CONDITIONS.get(name, Condition("full"))
 
 
 def by_turn(rows: Sequence[Row], of: str, turns: Sequence[int]) -> list[float]:
@@ -181,17 +174,18 @@ def by_turn(rows: Sequence[Row], of: str, turns: Sequence[int]) -> list[float]:
 
 
 def trend(rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Change of the KL in ten turns from the fourth on, the mean slope of sessions, with a 95 % interval over them."""
-    slopes = []
-    for number in sorted({row.session for row in rows}):
-        mine = [row for row in rows if row.session == number and row.turn >= EARLY.start]
-        slopes.append(10 * float(np.polyfit([row.turn for row in mine], [row.kl for row in mine], 1)[0]))
-    return float(np.mean(slopes)), *bootstrap(slopes)
+    """Change of the KL in ten turns, from the fourth on: Sen's slope of the means by turn, with its 95 % interval."""
+    turns = range(EARLY.start, TURNS + 1)
+    slope, _, low, high = theilslopes(by_turn(rows, "kl", turns), turns)
+    return 10 * float(slope), 10 * float(low), 10 * float(high)
 
 
 def table(rows: Sequence[Row], shape: Shape) -> Table:
-    """What is computed, and the score and KL of answers, in early and late turns. Condition by condition."""
-    found = Table(title=shape, box=box.MARKDOWN)
+    """What is computed, and the score and KL of answers, in early and late turns. Condition by condition. The unit of
+    KL is the mean of order noise, if that was measured."""
+    noise = [row.kl for row in rows if (row.shape, row.condition) == (shape, NOISE) and row.turn >= EARLY.start]
+    unit = float(np.mean(noise)) if noise else 1.0
+    found = Table(title=f"{shape}, order noise {unit:.3f} nats" if noise else shape, box=box.MARKDOWN)
     columns = ("condition", "tokens", "computed, early", "late", "late / early", "most of a turn / early", "level",
                "right, early", "late", "KL, early", "late", "KL in ten turns (95 %)", "depth")  # fmt: skip
     for name in columns:
@@ -207,8 +201,9 @@ def table(rows: Sequence[Row], shape: Shape) -> Table:
         found.add_row(
             condition, f"{np.mean([row.tokens for row in mine]):.0f}", f"{np.mean(early):.3f}", f"{np.mean(late):.3f}",
             f"{share:.2f}", f"{most:.2f}", "yes" if share <= MOST_MEAN and most <= MOST_TURN else "NO", *right,
-            *(f"{np.mean(by_turn(mine, 'kl', turns)):.3f}" for turns in (EARLY, LATE)),
-            f"{slope:+.4f} ({low:+.4f} to {high:+.4f})", f"{np.mean([row.depth for row in mine]):.1f}",
+            *(f"{np.mean(by_turn(mine, 'kl', turns)) / unit:.3f}" for turns in (EARLY, LATE)),
+            f"{slope / unit:+.3f} ({low / unit:+.3f} to {high / unit:+.3f})",
+            f"{np.mean([row.depth for row in mine]):.1f}",
         )  # fmt: skip
     return found
 
@@ -234,7 +229,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and write rows, tables and a picture."""
+    """Measure the sessions that `rows.jsonl` does not have yet, and write tables and a picture of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--dtype", default="float32")
@@ -249,8 +244,15 @@ def main() -> None:
         if unknown := [name for name in names if name not in known]:
             parser.error(f"unknown {unknown}: choose from {', '.join(known)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = run(arguments.model, shapes, arguments.sessions, arguments.seed, conditions, arguments.dtype)
-    (arguments.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    path = arguments.out / "rows.jsonl"
+    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {(row.shape, row.session) for row in rows}
+    made = make_sessions(shapes, arguments.sessions, arguments.seed, testbed=arguments.model == MODEL_DIR)
+    missing = [one for one in made if one[:2] not in done]
+    for found in run(arguments.model, missing, conditions, arguments.dtype) if missing else ():
+        rows += found
+        with path.open("a") as file:
+            file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
     console = Console(width=200, record=True)
     for shape in shapes:
         console.print(table(rows, shape))

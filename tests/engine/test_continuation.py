@@ -180,12 +180,26 @@ def test_depth_grows_by_grafts_alone(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["qwen3"], dtype="float32", continuation=True, max_depth=2)
     ask(engine, DOCUMENT, Full())
     texts = [words(64, 10 + number) for number in range(4)]
-    depths = []
+    reports = []
     known = DOCUMENT
     for number, text in enumerate(texts):  # each new text is first read behind a graft of the last one
-        depths.append(ask(engine, words(5, 20 + number) + known + text, Naive()).report.depth)
+        reports.append(ask(engine, words(5, 20 + number) + known + text, Naive()).report)
         known = text
-    assert depths == [1, 2, 3, 0], "what is three grafts away from exact KV is no source"
+    assert [report.depth for report in reports] == [1, 2, 3, 0], "what is three grafts away from exact KV is no source"
+    assert [report.reason for report in reports] == [None, None, None, "too_deep"]
+    assert [report.too_deep_tokens >= 48 for report in reports] == [False, False, False, True]
     prompt = words(5, 20) + DOCUMENT + texts[0] + NEW
     report = ask(engine, prompt, Naive()).report
     assert (report.depth, report.continued_tokens > 0) == (1, True)
+
+
+def test_a_session_without_an_end_finds_its_last_text_however_deep_it_is(model_dirs: dict[str, Path]):
+    engine = Engine(model_dirs["qwen3"], dtype="float32")
+    ask(engine, DOCUMENT, Full())
+    known, reports = DOCUMENT, []
+    for number in range(12):
+        text = words(64, 40 + number)
+        reports.append(ask(engine, words(5, 60 + number) + known + text, Naive()).report)
+        known = text
+    assert [report.depth for report in reports] == [*range(1, 13)]
+    assert all(report.grafted_tokens >= 48 and not report.too_deep_tokens for report in reports)

@@ -6,6 +6,7 @@ from kvgraft.guard.breaker import Level
 from kvgraft.guard.guard import Guard, with_larger_budget
 from kvgraft.guard.target import Target
 from kvgraft.prefill.policies import parse_policy
+from kvgraft.segments.matches import DEEP
 
 SPREAD, NAIVE = parse_policy("spread"), parse_policy("naive")
 GOOD, BAD = {"flips": 0.0, "answer_kl": 0.001}, {"flips": 0.4, "answer_kl": 3.0}
@@ -22,6 +23,13 @@ def score(guard: Guard, distances: dict[str, float], count: int, policy=SPREAD, 
             levels.append(ticket.level)
             guard.add(ticket, tenant, distances)
     return levels
+
+
+def test_sessions_whose_depth_grows_without_end_are_few_kinds_of_answers():
+    guard = Guard(0.25, seed=0)
+    for depth in range(400):
+        guard.chooses(guard.admit(SPREAD), depth, grafted_share=0.9)
+    assert len(guard._sampling._due) == DEEP + 1
 
 
 def test_bounds_are_kept_by_policy_and_by_tenant():

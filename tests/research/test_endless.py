@@ -1,5 +1,8 @@
 """Sessions without an end: their prompts, and what is called level."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,6 +12,7 @@ from research import endless
 from research.endless import (
     EARLY,
     GROUPS,
+    NOISE,
     NUM_TOOLS,
     SHAPES,
     TURNS,
@@ -79,7 +83,35 @@ def test_late_turns_that_compute_more_are_not_level(computed: float, level: str)
     assert cells["late / early"] == f"{computed / 0.2:.2f}"
 
 
-def test_the_trend_is_of_ten_turns():
+def test_the_trend_is_of_ten_turns_and_no_single_turn_makes_one():
     value, low, high = trend(rows(0.2, 0.01))
     assert low <= value <= high
     assert value == pytest.approx(0.1)
+    level = rows(0.2, 0)
+    value, low, high = trend([replace(row, kl=5.0) if row.turn == TURNS else row for row in level])
+    assert (low <= 0 <= high, value) == (True, 0)
+
+
+def test_kl_is_in_units_of_order_noise():
+    noise = [replace(row, condition=NOISE, kl=0.5) for row in rows(0.2, 0)]
+    made = table([*[replace(row, kl=0.1) for row in rows(0.2, 0)], *noise], "window")
+    cells = {str(column.header): list(column.cells) for column in made.columns}
+    assert cells["KL, early"] == ["0.200", "1.000"]
+
+
+def test_sessions_that_are_known_are_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """What was interrupted goes on with the next session; tables are of all."""
+    measured = []
+
+    def run(model: Path, sessions: list, conditions: list[str], dtype: str) -> Iterator[list[Row]]:
+        for shape, number, _ in sessions:
+            measured.append(number)
+            yield [replace(row, session=number, shape=shape) for row in rows(0.2, 0) if not row.session]
+
+    monkeypatch.setattr(endless, "run", run)
+    for count in ("1", "3", "3"):
+        options = ["--shapes", "window", "--sessions", count, "--out", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", ["endless", *options])
+        endless.main()
+    assert measured == [0, 1, 2]
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 * TURNS

@@ -9,6 +9,7 @@ from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes, scope_digest
+from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.store import Chunk, Record, Register
 
 SIZE = 4
@@ -55,6 +56,32 @@ def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
             assert known(index) == [(0, 3 * SIZE, 0)]
             assert offer.approximate_pages == set()
         assert offer.num_registered == 8
+
+
+def test_what_is_beyond_the_greatest_depth_is_told_from_what_is_unknown():
+    index = ReuseIndex(PagePool(16, SIZE), max_depth=1)
+    offer = Offer(SCOPE)
+    offer.rest_on([(2 * SIZE, 1), (5 * SIZE, 2)])
+    offered(index, offer, 8)
+    assert known(index) == [(0, 2 * SIZE, 0), (2 * SIZE, 3 * SIZE, 1)]
+    assert index.num_too_deep == 3 * SIZE
+    assert (offer.num_entries, len(offer.approximate_pages)) == (5, 3)
+    assert known(index, OTHER) == []
+    assert index.num_too_deep == 0
+
+
+def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkeypatch: pytest.MonkeyPatch):
+    index, insertions = ReuseIndex(PagePool(16, SIZE)), []
+    insert = index.segments.insert
+    monkeypatch.setattr(index.segments, "insert", lambda *a, **k: insertions.append(1) or insert(*a, **k))
+    offer = Offer(SCOPE)
+    offer.rest_on((block * SIZE, 1000 * block) for block in range(1, 8))
+    offer.rest_on([(7 * SIZE, 10**6)])
+    offered(index, offer, 8)
+    assert len(insertions) == 1
+    assert known(index) == [(0, SIZE, 0), (SIZE, 7 * SIZE, MAX_DEPTH)]
+    assert offer.depth == MAX_DEPTH, "nothing is deeper"
+    assert index.num_too_deep == 0
 
 
 def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvgraft.segments import index as index_module
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import Match, grafted_tokens
+from kvgraft.segments.matches import DEEP, MAX_DEPTH, Match, grafted_tokens
 from kvgraft.segments.table import HashTable
 from properties import examples
 
@@ -478,7 +478,7 @@ def insertion(**changes):
         ({"source_start": 2**31 - 4}, "source_start is 2147483644"),
         ({"source": 2**63}, "source is 9223372036854775808"),
         ({"after": 99}, "after is 99"),
-        ({"depth": -1}, r"depth is -1, must be in \[0, 2\^15\)"),
+        ({"depth": -1}, r"depth is -1, must be in \[0, 16384\]"),
         ({"scope": b"tenant"}, "scope has 6 bytes"),
     ],
 )
@@ -548,6 +548,46 @@ def test_blocks_of_a_lesser_depth_come_first_however_short_their_runs_are():
     assert [(match.start, match.length, match.depth) for match in matches] == [(4, 8, 0), (12, 8, 1)]
     matches = pool.index.match(tokens, SCOPE, max_depth=2)
     assert [(m.start, m.length, m.depth) for m in matches] == [(0, 4, 2), (4, 8, 0), (12, 8, 1), (20, 4, 2)]
+
+
+def test_prompts_cost_as_much_however_many_depths_there_are():
+    pool, text = Pool(), rng_tokens(4 * 300)
+    pool.add(text, source=1, depth=np.arange(300))
+    with patch.object(pool.index, "_claim", wraps=pool.index._claim) as claims:
+        matches = pool.index.match(text, SCOPE, max_depth=MAX_DEPTH)
+    assert claims.call_count == DEEP + 1
+    assert [(match.start, match.depth) for match in matches] == [(4 * depth, depth) for depth in range(DEEP)] + [
+        (4 * DEEP, 299)
+    ]
+    assert pool.check(text, matches).all()
+
+
+def test_blocks_of_one_insertion_have_depths_of_their_own():
+    pool, text = Pool(max_sources=1), rng_tokens(4)
+    _, ids = pool.add(np.tile(text, 3), source=1, depth=np.array([2, 0, 1]))
+    assert (ids >= 0).tolist() == [False, True, False], "a lesser depth is not kept out by a greater one"
+    pool.add(text, source=2, depth=MAX_DEPTH)
+    assert pool.index.match(text, SCOPE)[0].depth == 0
+    with pytest.raises(ValueError, match="depth is"):
+        pool.add(text, source=3, depth=np.array([MAX_DEPTH + 1]))
+
+
+def test_text_that_is_known_too_deep_only_is_counted_and_not_lost():
+    pool, text = Pool(), rng_tokens(24)
+    deep, _ = pool.add(text[:16], source=1, depth=3)
+    pool.add(text[8:12], source=2)
+    for max_depth, hidden in ((0, 12), (2, 12), (3, 0), (MAX_DEPTH, 0), (10 * MAX_DEPTH, 0)):
+        covered = pool.check(text, pool.index.match(text, SCOPE, max_depth=max_depth))
+        assert pool.index.num_too_deep == hidden == 16 - covered.sum()
+    pool.index.match(text[16:], SCOPE)
+    assert pool.index.num_too_deep == 0, "it is of the last prompt"
+    pool.index.match(text, OTHER_SCOPE)
+    assert pool.index.num_too_deep == 0
+    pool.index.match(text, SCOPE, free=np.arange(24) >= 12)
+    assert pool.index.num_too_deep == 4
+    pool.recycle(deep)
+    pool.index.match(text, SCOPE)
+    assert (pool.index.num_too_deep, pool.index.num_lost) == (0, 0), "nobody would have had it"
 
 
 def test_text_that_has_been_reclaimed_is_lost_once_however_many_blocks_held_it():

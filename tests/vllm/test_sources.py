@@ -5,6 +5,8 @@ from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 
+from kvgraft.segments.matches import MAX_DEPTH
+
 DOCUMENT = words(300, 1)
 
 
@@ -65,7 +67,12 @@ def test_approximate_sources_are_told_from_exact_ones(host: Host, monkeypatch: p
     opening, question = words(70, 2), words(200, 3)
     host.ask(Ask(opening + DOCUMENT + question, NAIVE))
     monkeypatch.setattr(host.known.index, "max_depth", 0)
-    assert host.ask(Ask(words(5, 4) + question, NAIVE))[0].grafted == 0
+    host.stats.reset()
+    [hidden] = host.ask(Ask(words(5, 4) + question, NAIVE))
+    assert (hidden.grafted, hidden.report["reason"], hidden.report["outcome"]) == (0, "too_deep", "miss")
+    assert 160 <= hidden.report["too_deep_tokens"] <= 200
+    assert host.stats.data["kvgraft:misses_total"] == {"too_deep": 1}
+    assert host.stats.data["kvgraft:too_deep_tokens_total"] == {"": hidden.report["too_deep_tokens"]}
     assert host.ask(Ask(words(6, 5) + opening, NAIVE))[0].grafted == 64
 
 
@@ -78,6 +85,24 @@ def test_what_was_read_behind_other_text_is_a_source_unless_clean_context_is_req
     assert (host.ask(Ask(words(5, 3) + DOCUMENT, NAIVE))[0].grafted > 0) != required
     host.read(DOCUMENT)
     assert host.ask(Ask(words(9, 4) + DOCUMENT, NAIVE))[0].grafted >= 288
+
+
+@pytest.mark.parametrize("max_depth", [1, MAX_DEPTH])
+def test_text_that_is_hidden_for_its_depth_is_reported_beside_what_is_grafted(
+    host: Host, monkeypatch: pytest.MonkeyPatch, max_depth: int
+):
+    """Registered while the limit holds, unlike above."""
+    monkeypatch.setattr(host.known.index, "max_depth", max_depth)
+    host.read(DOCUMENT)
+    first, second = words(200, 3), words(200, 4)
+    host.ask(Ask(words(70, 2) + DOCUMENT + first, NAIVE))
+    host.ask(Ask(words(5, 5) + first + second, NAIVE))
+    [answer] = host.ask(Ask(words(9, 6) + second + DOCUMENT, NAIVE))
+    limited = max_depth == 1
+    assert (answer.report["outcome"], answer.report["reason"]) == ("grafted", None)
+    assert (answer.report["too_deep_tokens"] >= 160) == limited
+    assert (answer.grafted > 400) != limited
+    assert answer.report["depth"] == (1 if limited else 3)
 
 
 def test_what_precedes_a_graft_is_a_source(host: Host, plain: HostProcess):

@@ -30,7 +30,9 @@ def analyze(
     ] = "unlimited",
     per_session: Annotated[bool, typer.Option("--per-session", help="Every session has a cache of its own.")] = False,
     match: Annotated[str, typer.Option(help="exact, or similar: near-duplicates, too.")] = "exact",
-    max_depth: Annotated[int, typer.Option(help="Of what is grafted from: 0 is exact KV only.")] = 4,
+    max_depth: Annotated[
+        int | None, typer.Option(help="Of what is grafted from: 0 is exact KV only.", show_default="no limit")
+    ] = None,
     costs: Annotated[
         str, typer.Option(help="Decide what to graft: tokens, or a file of profile-costs, which gives seconds, too.")
     ] = "tokens",
@@ -51,15 +53,13 @@ def analyze(
     from kvgraft.evaluate.traffic.tokens import open_tokens
     from kvgraft.evaluate.traffic.trace import read_trace
     from kvgraft.prefill.costs import find_costs
+    from kvgraft.segments.matches import MAX_DEPTH
     from kvgraft.segments.segmentation import parse_match
 
     reader = open_tokens(None if tokenizer is None else find(tokenizer))
+    depth, similarity = MAX_DEPTH if max_depth is None else max_depth, parse_match(match)
     settings = ReplaySettings(
-        block_size,
-        max_depth,
-        find_costs(costs, refuse_measuring),
-        similarity=parse_match(match),
-        anchors=reader.anchors,
+        block_size, depth, find_costs(costs, refuse_measuring), similarity=similarity, anchors=reader.anchors
     )
     with progress_bar(progress_console, "reading") as on_progress:
         traced = read_trace(trace, reader, skip_bad_lines=skip_bad_lines, on_progress=on_progress)

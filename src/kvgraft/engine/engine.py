@@ -41,10 +41,11 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.cost import EXACT_VALUE
-from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex, wants_similar
+from kvgraft.reuse.index import ReuseIndex, wants_similar
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenEntry, FrozenPool
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.segmentation import ANCHORS, Similarity
 from kvgraft.segments.store import SegmentStore, StoreOptions
 
@@ -79,7 +80,8 @@ class Engine:
             values, beside those that the policies need.
         continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
             exact in it is recovered where it is, as far as the policy sees fit.
-        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d. No limit by
+            default: docs/results/endless.md.
         costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those of a
             file (`kvgraft profile-costs` writes it); None grafts all that is known.
         exact_value: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.

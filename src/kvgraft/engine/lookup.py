@@ -214,6 +214,7 @@ class CacheLookup:
         scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
         whole = sequence.policy.grafts_local_heads
         matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole)
+        sequence.report.too_deep_tokens = self.index.num_too_deep
         if self.cost_model is None or not matches:
             return matches, None
         num_known, policy = len(hit_blocks) * size, str(sequence.policy)

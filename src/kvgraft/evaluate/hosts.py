@@ -29,6 +29,7 @@ MOST_LIKELY = 20  # tokens of which a server tells the log-probability: vLLM's l
 MISSES = (
     "no_known_text",
     "too_short",
+    "too_deep",
     "too_little_known",
     "off",
     "policy_full",

@@ -15,6 +15,7 @@ from kvgraft.guard.sampling import Sampling
 from kvgraft.guard.target import CLIP, Measure, Target, as_share
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import with_options
+from kvgraft.segments.matches import depth_name
 
 logger = logging.getLogger("kvgraft")
 ANSWER_TOKENS = 128  # of an answer, that are scored at most
@@ -91,7 +92,7 @@ class Guard:
         breaker = self._policies[ticket.name].breaker
         if ticket.is_trial and breaker is not None:
             breaker.tried()
-        kind = ticket.name, ticket.level, depth, int(4 * grafted_share)
+        kind = ticket.name, ticket.level, depth_name(depth), int(4 * grafted_share)
         return ticket.is_watched and (ticket.is_trial or self._sampling.choose(kind))
 
     def add(self, ticket: Ticket, tenant: str, distances: Mapping[str, float]) -> None:

@@ -42,6 +42,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 }
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
+    "too_deep": "what is known of it was read behind more grafts than --kvgraft-max-depth (`max_depth`) allows",
     "discover": "known text would have been grafted, but the server only discovers (or it is gone by now)",
     "too_short": "what is left behind its prefix is less than a block, or what is known of it takes as long to recover",
     "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
@@ -66,6 +67,7 @@ class PrefillReport:
         continued_tokens: KV of an earlier prompt with all these tokens, which held or followed grafts, as it stands.
         grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
         fresh_tokens: held by no cache.
+        too_deep_tokens: fresh ones that are known, but only at a depth from which nothing may be grafted.
         depth: how far from exact what its answer rests on is: 0, or d + 1 with grafts of depth d.
         computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
         estimated_full_s, estimated_reuse_s: seconds of its prefill behind what is there already, without grafts and
@@ -83,6 +85,7 @@ class PrefillReport:
     grafted_tokens: int = 0
     recomputed_tokens: int = 0
     fresh_tokens: int = 0
+    too_deep_tokens: int = 0
     depth: int = 0
     computed_share: float = 0.0
     estimated_full_s: float | None = None
@@ -94,6 +97,8 @@ class PrefillReport:
 
     def conclude(self, reason: str | None) -> None:
         """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""
+        if reason == "no_known_text" and self.too_deep_tokens:
+            reason = "too_deep"
         if self.grafted_tokens:
             outcome = Outcome.GRAFTED
         elif reason in FALLBACKS:

@@ -7,12 +7,10 @@ import numpy as np
 from kvgraft.reuse.offer import Offer
 from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.readings import Readings
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import MAX_DEPTH, Match
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.table import IsWhole
-
-MAX_DEPTH = 4  # docs/results/conversations.md
 
 
 class ReuseIndex:
@@ -20,6 +18,7 @@ class ReuseIndex:
 
     Args:
         max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over grafts of depth d.
+            MAX_DEPTH is no limit.
         require_clean_context: graft only text that stood at the beginning of what it was read in.
         similarity, anchors: of near-duplicates, see `SegmentIndex`.
 
@@ -45,6 +44,11 @@ class ReuseIndex:
     def __len__(self) -> int:
         """Blocks that are registered, live and stale."""
         return len(self.segments.blocks)
+
+    @property
+    def num_too_deep(self) -> int:
+        """Tokens of the last prompt that are known, but only at a depth beyond `max_depth`."""
+        return self.segments.blocks.num_too_deep
 
     @property
     def knows_similar(self) -> bool:
@@ -99,20 +103,33 @@ class ReuseIndex:
         Args:
             tokens: of all its n full blocks, int64 [n * block_size].
             pages: where they are, int64 [n].
-            depths: int [n], see `Offer.depths`. Those beyond `max_depth` are not registered.
+            depths: int [n], see `Offer.depths`. Blocks beyond `max_depth` are known, but nobody grafts from them.
             unlimited: register blocks even where enough others hold the content (what is frozen outlives them).
         """
-        first, stop = offer.num_registered, len(pages)
-        versions = self.pool.versions_of(pages[first:].tolist())
-        cuts = (first + 1 + np.flatnonzero(np.diff(depths[first:stop]))).tolist()
-        for begin, end in zip([first, *cuts], [*cuts, stop], strict=True):
-            if begin < end:
-                held = versions[begin - first : end - first]
-                where, depth = slice(begin, end), int(depths[begin])
-                self._register(offer, tokens, pages, held, where, depth, unlimited)
-        size = self.pool.block_size
-        self.readings.note(offer.source, offer.spans, pages[first:], versions, first, size)
-        offer.num_registered = max(first, stop)
+        first, stop, size = offer.num_registered, len(pages), self.pool.block_size
+        if first >= stop:
+            return
+        new, depths = pages[first:], depths[first:stop]
+        versions, usable = self.pool.versions_of(new.tolist()), depths <= self.max_depth
+        self.pool.keep(new[usable].tolist())
+        ids = self.segments.insert(
+            tokens[first * size :],
+            new,
+            versions,
+            source=offer.source,
+            source_start=first * size,
+            scope=offer.scope,
+            depth=depths,
+            after=offer.last_entry,
+            unlimited=unlimited,
+            is_whole=self.is_whole,
+        )
+        usable &= ids >= 0
+        offer.approximate_pages.update(new[usable & (depths > 0)].tolist())
+        offer.last_entry = int(ids[-1])
+        offer.num_entries += int(usable.sum())
+        self.readings.note(offer.source, offer.spans, new, versions, first, size)
+        offer.num_registered = stop
 
     def register(
         self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes
@@ -123,39 +140,6 @@ class ReuseIndex:
         ids = self.segments.insert(tokens, where, versions, source=source, source_start=source_start, scope=scope)
         found: list[bool] = (ids >= 0).tolist()
         return found
-
-    def _register(
-        self,
-        offer: Offer,
-        tokens: np.ndarray,
-        pages: np.ndarray,
-        versions: np.ndarray,
-        where: slice,
-        depth: int,
-        unlimited: bool,
-    ) -> None:
-        """Consecutive blocks of one depth, whose pages have these versions."""
-        if depth > self.max_depth:
-            offer.last_entry = -1
-            return
-        size, held = self.pool.block_size, pages[where].tolist()
-        self.pool.keep(held)
-        ids = self.segments.insert(
-            tokens[where.start * size : where.stop * size],
-            pages[where],
-            versions,
-            source=offer.source,
-            source_start=where.start * size,
-            scope=offer.scope,
-            depth=depth,
-            after=offer.last_entry,
-            unlimited=unlimited,
-            is_whole=self.is_whole,
-        )
-        if depth:
-            offer.approximate_pages.update(page for page, entry in zip(held, ids.tolist(), strict=True) if entry >= 0)
-        offer.last_entry = int(ids[-1])
-        offer.num_entries += int((ids >= 0).sum())
 
 
 def wants_similar(match: object, *, offered: bool, how: str) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvgraft.reuse.readings import Span
 from kvgraft.segments.keys import chain_hashes
+from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.store import Chunk
 
 NEVER = 1 << 62  # a position behind every token
@@ -60,7 +61,8 @@ class Offer:
 
     def rest_on(self, steps: Iterable[tuple[int, int]], spans: Iterable[Span] = ()) -> None:
         """From these positions on its KV has at least these depths; it was read behind these spans."""
-        self.steps, self.spans = (*self.steps, *steps), (*self.spans, *spans)
+        known = ((position, min(depth, MAX_DEPTH)) for position, depth in steps)
+        self.steps, self.spans = (*self.steps, *known), (*self.spans, *spans)
         self.first_approximate = min([self.first_approximate, *(position for position, _ in self.steps)])
 
     def restart(self) -> None:

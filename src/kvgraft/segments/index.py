@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.keys import as_int32, block_hashes, check_scope, window_hashes
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import DEEP, MAX_DEPTH, Match
 from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
@@ -47,6 +47,10 @@ class VirtualBlockIndex:
             had under that version. Entries found dead are dropped.
         max_sources: entries kept of one content in one scope. Those of a greater depth never keep one out, so there
             may be as many of each depth.
+
+    Attributes:
+        num_lost: blocks that prompts would have had, but for their having been reclaimed.
+        num_too_deep: tokens of the last prompt that are known, but only deeper than it may graft from.
     """
 
     def __init__(self, block_size: int, is_live: IsLive, *, max_sources: int = 4) -> None:
@@ -56,7 +60,7 @@ class VirtualBlockIndex:
         self.block_size = block_size
         self.max_sources = max_sources
         self._entries = EntryTable(block_size, is_live)
-        self.num_lost = 0  # blocks that prompts would have had, but for their having been reclaimed
+        self.num_lost = self.num_too_deep = 0
         self._secret = os.urandom(32)  # of the lookup hashes: nobody can make them collide
 
     def __len__(self) -> int:
@@ -76,7 +80,7 @@ class VirtualBlockIndex:
         source: int,
         source_start: int,
         scope: bytes,
-        depth: int = 0,
+        depth: int | np.ndarray = 0,
         after: int = -1,
         unlimited: bool = False,
         is_whole: IsWhole | None = None,
@@ -90,7 +94,7 @@ class VirtualBlockIndex:
             source: identity of the sequence, of no other one.
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
-            depth: of the blocks, see `Match`.
+            depth: of all blocks or int [m], see `Match`.
             after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
             unlimited: name the blocks even where max_sources others hold the content, since these will outlive them.
             is_whole: only others in such pages count.
@@ -101,16 +105,18 @@ class VirtualBlockIndex:
         """
         tokens, pages, versions = as_int32("tokens", tokens), as_int32("pages", pages), np.asarray(versions, np.int64)
         self._check_insertion(tokens, pages, versions, source, source_start, after)
-        if not 0 <= depth < 2**15:
-            raise ValueError(f"depth is {depth}, must be in [0, 2^15)")
+        depths = np.broadcast_to(np.asarray(depth), pages.shape)
+        if len(depths) and not 0 <= depths.min() <= depths.max() <= MAX_DEPTH:
+            raise ValueError(f"depth is {depth}, must be in [0, {MAX_DEPTH}]")
         blocks = tokens.reshape(-1, self.block_size)
         starts = source_start + self.block_size * np.arange(len(blocks), dtype=np.int32)
         ids = np.empty(len(blocks), np.int32)
         for at in range(0, len(blocks), _INSERT_BATCH):
             batch = slice(at, at + _INSERT_BATCH)
             columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
+            columns["depth"] = depths[batch].astype(np.int16)
             limit = sys.maxsize if unlimited else self.max_sources
-            ids[batch] = self._insert(blocks[batch], columns, source, scope, depth, limit, is_whole)
+            ids[batch] = self._insert(blocks[batch], columns, source, scope, limit, is_whole)
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
@@ -129,8 +135,9 @@ class VirtualBlockIndex:
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
         earlier scope, then earlier offset, then lower entry id); what others lose by that is cut off in whole blocks.
-        Blocks of a greater depth come after all others, for what is left. Then runs grow token by token into the
-        neighbouring blocks of their source.
+        Blocks of a greater depth come after all others, for what is left; from DEEP on all are alike, so that prompts
+        cost as much however many depths there are. Then runs grow token by token into the neighbouring blocks of their
+        source.
 
         Args:
             tokens: the prompt, int [T].
@@ -150,18 +157,24 @@ class VirtualBlockIndex:
         if len({scope, *shared}) <= len(shared):
             raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in (scope, *shared)]}")
         unclaimed = bytearray(free.tobytes())
+        max_depth = min(max_depth, MAX_DEPTH)
         prompt = _Prompt(tokens, (scope, *shared), max_depth, require_clean_context, unclaimed, is_whole)
         found = [self._candidates(prompt, free, known) for known in prompt.scopes]
         starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
-        depths = self._entries.depth[ids]
+        too_deep = self._entries.depth[ids] > max_depth
+        hidden = starts[too_deep & (not require_clean_context)]
+        starts, ids, ranks = starts[~too_deep], ids[~too_deep], ranks[~too_deep]
+        depths = np.minimum(self._entries.depth[ids], DEEP)
         runs: list[_Run] = []
         for depth in np.unique(depths).tolist():
-            usable = depths <= depth
-            runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], depth)
+            usable, deepest = depths <= depth, max_depth if depth == DEEP else depth
+            runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], deepest)
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
+        left = np.frombuffer(unclaimed, bool)
+        self.num_too_deep = int((left & self._covered(hidden, tokens)).sum()) if len(hidden) else 0
         return self._as_matches(runs)
 
     def discard_stale(self) -> int:
@@ -219,7 +232,6 @@ class VirtualBlockIndex:
         columns: dict[str, np.ndarray],
         source: int,
         scope: bytes,
-        depth: int,
         max_sources: int,
         is_whole: IsWhole | None,
     ) -> np.ndarray:
@@ -230,12 +242,14 @@ class VirtualBlockIndex:
         ids = np.full(len(blocks), -1, np.int32)
         known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
         ids[rows[known]] = held[known]
-        entries.depth[held[known]] = np.maximum(entries.depth[held[known]], depth)
-        counts = entries.depth[held] <= depth
+        depths = columns["depth"]
+        entries.depth[held[known]] = np.maximum(entries.depth[held[known]], depths[rows[known]])
+        counts = entries.depth[held] <= depths[rows]
         if is_whole is not None:
             counts[counts] = is_whole(entries.page[held[counts]])
         num_sources = np.bincount(rows[counts], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
+        new = new[np.argsort(depths[new], kind="stable")]
         contents = np.ascontiguousarray(blocks[new]).view(f"V{blocks.itemsize * self.block_size}")[:, 0]
         new = new[num_sources[new] + occurrence(np.unique(contents, return_inverse=True)[1]) < max_sources]
         columns = {"tokens": blocks, **columns}
@@ -244,27 +258,27 @@ class VirtualBlockIndex:
             **{name: column[new] for name, column in columns.items()},
             scope=np.frombuffer(scope, np.uint64),
             source=source,
-            depth=depth,
             previous=-1,
             following=-1,
         )
         return ids
 
     def _candidates(self, prompt: _Prompt, free: np.ndarray, scope: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ids) of the live entries of a scope that may stand at a wholly free window: int64 [n], int32 [n]."""
+        """(starts, ids) of the live entries of a scope, of any depth, that may stand at a wholly free window: int64
+        [n], int32 [n]."""
         keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
         num_free = np.concatenate(([0], free.cumsum()))
         offsets = np.flatnonzero(num_free[self.block_size :] - num_free[: -self.block_size] == self.block_size)
-        rows, ids, dropped = entries.find_and_drop(keys[offsets])
+        rows, ids, dropped, dead = entries.find_and_drop(keys[offsets])
+        dropped = dropped[entries.depth[dead] <= prompt.max_depth]
         if len(dropped):
             lost = self._covered(offsets[dropped], free) & ~self._covered(offsets[rows], free)
             self.num_lost += int(lost.sum()) // self.block_size
         starts = offsets[rows]
-        usable = (entries.depth[ids] <= prompt.max_depth) & entries.is_of(ids, scope)
-        usable &= (windows[starts] == entries.tokens[ids]).all(axis=1)
+        usable = entries.is_of(ids, scope) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         if prompt.is_whole is not None:
             usable[usable] = prompt.is_whole(entries.page[ids[usable]])
         return starts[usable], ids[usable]

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MAX_DEPTH = 2**14  # what is deeper counts as this deep, so that depths fit into 16 bits
+DEEP = 5  # depths from this one on are alike: to matching, to the guard, in tables
+
+
+def depth_name(depth: int) -> str:
+    """Its name in tables and metrics, of which there are few."""
+    return f"{DEEP}+" if depth >= DEEP else str(depth)
+
 
 def in_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
     """View of a vector [n] by its whole blocks, [n // block_size, block_size]."""

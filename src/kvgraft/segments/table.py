@@ -127,16 +127,16 @@ class Table(ABC):
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets."""
-        rows, ids, _ = self.find_and_drop(keys)
+        rows, ids, *_ = self.find_and_drop(keys)
         return rows, ids
 
-    def find_and_drop(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `find`, and the rows of what is dropped."""
+    def find_and_drop(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """As `find`, and the rows and ids of what is dropped. Its columns stand until something is added."""
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
         self._remove(np.unique(ids[~live]))
-        return rows[live], ids[live], rows[~live]
+        return rows[live], ids[live], rows[~live], ids[~live]
 
     def held(self) -> np.ndarray:
         """All ids, live and stale, ascending, int32 [n]."""

@@ -11,7 +11,7 @@ from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.profile import PolicyProfile
 from kvgraft.reuse.cost import EXACT_VALUE
-from kvgraft.reuse.index import MAX_DEPTH
+from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
@@ -44,7 +44,8 @@ class KVGraftSettings:
             whose policies need it; those that `policy` needs are kept in any case.
         continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
             exact in it is recovered where it is, as far as the policy sees fit.
-        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d; MAX_DEPTH is
+            no limit.
         require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
         watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
         frozen_capacity: share of the pool that frozen blocks may take.

@@ -52,6 +52,9 @@ METRICS = {
         "reason",
         (*FALLBACKS, "aborted", "probe"),
     ),
+    "kvgraft:too_deep_tokens_total": Metric(
+        Counter, "Known prompt tokens that were computed, since they are known beyond --kvgraft-max-depth only."
+    ),
     "kvgraft:store_total": Metric(
         Counter,
         "Segment store: blocks by ram_hits, disk_hits; chunks by stored, evicted, damaged, ...",

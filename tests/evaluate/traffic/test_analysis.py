@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvgraft.evaluate.traffic.chunks import FixedChunks
 from kvgraft.evaluate.traffic.origins import Origin, Stretches, TokenCounts
 from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings
 from kvgraft.evaluate.traffic.seconds import prefill_seconds
+from kvgraft.evaluate.traffic.tables import by_depth, depth_limit
 from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
 from kvgraft.prefill.costs import Costs
 from kvgraft.reuse.cost import WORK
@@ -75,6 +77,17 @@ def test_the_depth_of_grafts_is_told():
     prompts = ([text(16), a], [text(16), a, b], [text(16), b, c], [text(16), c, d])
     counts = [sides(analyse(trace(*prompts), ReplaySettings(max_depth=depth)))[KVGRAFT].grafted for depth in range(3)]
     assert counts == [(1216,), (608, 608), (608, 608, 608)]
+
+
+def test_grafts_of_any_depth_are_found_by_default_and_shown_in_few_groups():
+    texts = [text(608) for _ in range(9)]
+    prompts = [[text(16), texts[0]], *([text(16), one, other] for one, other in pairwise(texts))]
+    analysed = analyse(trace(*prompts), ReplaySettings()).analysis
+    counts = analysed.largest.sides[KVGRAFT]
+    assert len(counts.grafted) == 8, "the last one rests on seven others"
+    assert by_depth(counts).startswith("0: ")
+    assert [shown.split(":")[0] for shown in by_depth(counts).split(", ")] == ["0", "1", "2", "3", "4", "5+"]
+    assert (depth_limit(analysed.max_depth), depth_limit(4)) == ("any depth", "depth up to 4")
 
 
 def test_near_duplicates_are_told_from_identical_text():

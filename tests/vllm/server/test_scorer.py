@@ -105,6 +105,14 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
     assert setting.metrics.tokens._value.get() == 3 * CHUNK + 2 * len(PROMPT) + len(ANSWER), "nothing was cached"
 
 
+def test_sessions_whose_depth_grows_without_end_have_few_metrics():
+    metrics = GuardMetrics()
+    for depth in range(50):
+        metrics.observe("of any depth", depth, {"answer_kl": 0.0, "flips": 0.0, "loglik": 0.0})
+    shown = {depth for policy, depth in metrics.kl._metrics if policy == "of any depth"}
+    assert shown == {"0", "1", "2", "3", "4", "5+"}
+
+
 def test_nobody_shares_what_warms_up():
     async def scene(setting: Setting) -> None:
         await until(lambda: len(setting.gate.asked) == 3)

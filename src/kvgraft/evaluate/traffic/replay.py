@@ -23,10 +23,11 @@ from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.cost import EXACT_VALUE, CostModel
-from kvgraft.reuse.index import MAX_DEPTH, ReuseIndex
+from kvgraft.reuse.index import ReuseIndex
 from kvgraft.reuse.offer import Offer
 from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity
 
 NAMESPACE = "traffic"

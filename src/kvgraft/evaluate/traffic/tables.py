@@ -11,6 +11,7 @@ from kvgraft.evaluate.traffic.analysis import CHUNKS, KVGRAFT, PREFIX_CACHING, A
 from kvgraft.evaluate.traffic.origins import TokenCounts
 from kvgraft.evaluate.traffic.seconds import Seconds
 from kvgraft.reuse.cost import WORK
+from kvgraft.segments.matches import DEEP, MAX_DEPTH, depth_name
 
 MOST_SESSIONS = 12  # in the table
 LONGEST_NAME = 20  # of a session
@@ -45,7 +46,7 @@ def headline(analysis: Analysis) -> str:
     return (
         f"{analysis.requests:,} requests of {len(analysis.sessions):,} sessions in {analysis.files:,} files, "
         f"{analysis.tokens:,} prompt tokens ({analysis.tokenizer}); {analysis.order}; pool of "
-        f"{pool_name(analysis.largest.tokens)}, blocks of {analysis.block_size}, depth up to {analysis.max_depth}, "
+        f"{pool_name(analysis.largest.tokens)}, blocks of {analysis.block_size}, {depth_limit(analysis.max_depth)}, "
         f"{analysis.match} matching"
     )
 
@@ -78,9 +79,16 @@ def pool_name(tokens: int | None) -> str:
     return f"{tokens:,} tokens"
 
 
+def depth_limit(max_depth: int) -> str:
+    """How deep sources may be, in words."""
+    return f"depth up to {max_depth}" if max_depth < MAX_DEPTH else "any depth"
+
+
 def by_depth(counts: TokenCounts) -> str:
-    """Grafted tokens by depth, as shares of the prompts."""
-    return ", ".join(f"{depth}: {percent(counts.share(tokens))}" for depth, tokens in enumerate(counts.grafted))
+    """Grafted tokens by depth, as shares of the prompts; those from DEEP on together."""
+    sums = [*counts.grafted[:DEEP], sum(counts.grafted[DEEP:])]
+    shares = {depth_name(depth): percent(counts.share(tokens)) for depth, tokens in enumerate(sums) if tokens}
+    return ", ".join(f"{name}: {share}" for name, share in shares.items())
 
 
 def percent(share: float) -> str:

@@ -103,19 +103,17 @@ class Planner:
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
 
-        Blocks that hold or follow grafts are registered up to `max_depth`; those of a trial are not.
+        Blocks that hold or follow grafts are registered with their depth; those of a trial are not.
         """
         if state.is_trial:
             return
         offer, size = state.offer, self.block_size
         first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
-        depths = offer.depths(stop, size)  # they never get less from one block to the next
-        stop = int(np.searchsorted(depths, self.index.max_depth, side="right"))
         stop = first + self.pool.num_hashed(blocks[first:stop])
         if stop > first:
             tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
             unlimited = isinstance(state.options, Control)
-            self.index.offer(offer, tokens, np.array(blocks[:stop]), depths[:stop], unlimited=unlimited)
+            self.index.offer(offer, tokens, np.array(blocks[:stop]), offer.depths(stop, size), unlimited=unlimited)
 
     def clear(self) -> bool:
         """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
@@ -129,7 +127,9 @@ class Planner:
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
         """What a request may graft: only what local heads have, too, unless its policy computes what these lack."""
         scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
-        return self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
+        matches = self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
+        state.report.too_deep_tokens = self.index.num_too_deep
+        return matches
 
     def _choose(
         self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int

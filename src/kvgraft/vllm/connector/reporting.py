@@ -128,6 +128,8 @@ class Reporting:
             saved = report.estimated_full_s - report.estimated_reuse_s
             self._stats.add("kvgraft:would_graft_tokens_total", "", report.would_graft_tokens)
             self._stats.add("kvgraft:would_save_seconds_total", "", saved)
+        if report.too_deep_tokens:
+            self._stats.add("kvgraft:too_deep_tokens_total", "", report.too_deep_tokens)
         for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
 

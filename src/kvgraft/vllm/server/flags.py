@@ -11,7 +11,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # name, type, help
     ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
-    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
+    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d; no limit by default."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
     ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
     ("watermark", float, "Share of used blocks above which frozen ones are shed."),

@@ -5,6 +5,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from kvgraft.segments.matches import depth_name
+
 GUARD = "kvgraft:guard_"
 KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -50,7 +52,7 @@ class GuardMetrics:
 
     def observe(self, policy: str, depth: int, distances: Mapping[str, float]) -> None:
         """An answer has been scored; `distances` as `distances.along`."""
-        labels = policy, str(depth)
+        labels = policy, depth_name(depth)
         self.kl.labels(*labels).observe(distances["answer_kl"])
         self.flips.labels(*labels).observe(distances["flips"])
         self.loglik.labels(*labels).observe(distances["loglik"])
