@@ -79,7 +79,7 @@ def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkey
     offer.rest_on([(7 * SIZE, 10**6)])
     offered(index, offer, 8)
     assert len(insertions) == 1
-    assert known(index) == [(0, SIZE, 0), (SIZE, 7 * SIZE, MAX_DEPTH)]
+    assert known(index) == [*((block * SIZE, SIZE, 1000 * block) for block in range(7)), (7 * SIZE, SIZE, MAX_DEPTH)]
     assert offer.depth == MAX_DEPTH, "nothing is deeper"
     assert index.num_too_deep == 0
 

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.keys import as_int32, block_hashes, check_scope, window_hashes
-from kvgraft.segments.matches import DEEP, MAX_DEPTH, Match
+from kvgraft.segments.matches import MAX_DEPTH, Match
 from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
+_LEVELS = 8  # of depth, that a prompt tells apart
 
 
 @dataclass
@@ -135,9 +136,9 @@ class VirtualBlockIndex:
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
         earlier scope, then earlier offset, then lower entry id); what others lose by that is cut off in whole blocks.
-        Blocks of a greater depth come after all others, for what is left; from DEEP on all are alike, so that prompts
-        cost as much however many depths there are. Then runs grow token by token into the neighbouring blocks of their
-        source.
+        Blocks of a greater depth come after all others, for what is left; of more than _LEVELS depths the greatest are
+        one level, so that a prompt costs no more however many there are. Then runs grow token by token into the
+        neighbouring blocks of their source.
 
         Args:
             tokens: the prompt, int [T].
@@ -165,11 +166,11 @@ class VirtualBlockIndex:
         too_deep = self._entries.depth[ids] > max_depth
         hidden = starts[too_deep & (not require_clean_context)]
         starts, ids, ranks = starts[~too_deep], ids[~too_deep], ranks[~too_deep]
-        depths = np.minimum(self._entries.depth[ids], DEEP)
-        runs: list[_Run] = []
-        for depth in np.unique(depths).tolist():
-            usable, deepest = depths <= depth, max_depth if depth == DEEP else depth
-            runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], deepest)
+        depths = self._entries.depth[ids]
+        levels, runs = np.unique(depths).tolist(), list[_Run]()
+        for depth in [*levels[: _LEVELS - 1], *levels[_LEVELS - 1 :][-1:]]:
+            usable = depths <= depth
+            runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], depth)
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_DEPTH = 2**14  # what is deeper counts as this deep, so that depths fit into 16 bits
-DEEP = 5  # depths from this one on are alike: to matching, to the guard, in tables
+DEEP = 5  # depths from this one on have one name
 
 
 def depth_name(depth: int) -> str:
