@@ -6,7 +6,8 @@
 Six shapes, by what happens to the history: the oldest group of a turn is dropped at a budget (`dropping`) or goes into
 a summary (`summary`), a clock stands in front of everything (`clock`), what a model thought is left out of later
 prompts (`thinking`), tools come in another order (`tools`), documents of a window do (`window`). A group is a document,
-a question and its answer. Nothing is frozen and the idle refresh is off, as in a server by default.
+a question and its answer. Nothing is frozen, and the idle refresh is off as in a server by default, but for the
+condition that names it.
 """
 
 import argparse
@@ -52,11 +53,15 @@ GROWING: tuple[Shape, ...] = ("clock", "thinking", "tools")
 NUM_TOOLS = 6
 MOST_ATTEMPTS = 50  # to write documents of which the first one can be asked about
 NOISE = "order noise"
+REFRESHED = "any depth, read anew 5 %"
+ALONE = "read alone"  # each new text was read on its own before: what grafts of depth 1 are worth
 
 CONDITIONS: Mapping[str, Condition] = {
     "default": Condition("spread"),
     "depth 4": Condition("spread", {"max_depth": 4}),
     "any depth": Condition("spread", {"max_depth": DEEP}),
+    ALONE: Condition("spread", {"max_depth": 0}),
+    REFRESHED: Condition("spread", {"max_depth": DEEP}, 0.05),
     "any depth, naive": Condition("naive", {"max_depth": DEEP}),
     NOISE: Condition("full"),
 }
@@ -64,7 +69,8 @@ CONDITIONS: Mapping[str, Condition] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt under one condition; `score` is None where no answer is known, shares are of its tokens."""
+    """One prompt under one condition; `score` is None where no answer is known. `computed` is a share of its tokens,
+    what was read anew after its answer included."""
 
     shape: Shape
     session: int
@@ -152,13 +158,15 @@ def run(
             for done, name in enumerate(names, place * len(names) + 1):
                 rng = Random(f"{shape} {number}")  # noqa: S311
                 asked = [in_another_order(turn, rng) for turn in turns] if name == NOISE else turns
-                answered = answers(engines[name], condition(name), (), asked)
-                for turn, (text, logits, report, _) in enumerate(answered, 1):
+                known = [turn.segments[-2] for turn in turns] if name == ALONE else []
+                answered = answers(engines[name], condition(name), known, asked)
+                for turn, (text, logits, report, num_read) in enumerate(answered, 1):
                     truth += [logits] if name == "full" else []
                     answer = turns[turn - 1].answer
                     score = None if answer is None else contains_all(text, answer.split())
-                    kl, share = first_token(logits, truth[turn - 1])["kl"], report.computed_share
-                    rows.append(Row(shape, number, turn, name, score, kl, report.depth, report.prompt_tokens, share))
+                    kl, total = first_token(logits, truth[turn - 1])["kl"], report.prompt_tokens
+                    share = report.computed_share + num_read / total
+                    rows.append(Row(shape, number, turn, name, score, kl, report.depth, total, share))
                 on_progress(done, len(sessions) * len(names))
             yield rows
 
