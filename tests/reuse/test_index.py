@@ -10,6 +10,7 @@ from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes, scope_digest
 from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store import Chunk, Record, Register
 
 SIZE = 4
@@ -68,6 +69,22 @@ def test_what_is_beyond_the_greatest_depth_is_told_from_what_is_unknown():
     assert (offer.num_entries, len(offer.approximate_pages)) == (5, 3)
     assert known(index, OTHER) == []
     assert index.num_too_deep == 0
+
+
+def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
+    """A prompt resembles most what was asked last."""
+    rng, size = np.random.default_rng(0), 32
+    text = rng.integers(0, 5000, 20 * size)
+    prompt = text.copy()
+    prompt[::30] = rng.integers(0, 5000, len(text[::30]))  # no whole block is left as it was
+    index = ReuseIndex(PagePool(512, size), max_depth=0, similarity=Similarity(tau=0.3, candidates=1))
+    for read, first_approximate in ((text, NEVER), *[(prompt, 0)] * 4):
+        offer = Offer(SCOPE, first_approximate=first_approximate)
+        pages = np.array(index.pool.allocate(20))
+        index.offer(offer, read, pages, offer.depths(20, size))
+    matches = index.match(prompt, SCOPE, free=np.ones(len(prompt), bool), similar=True)
+    assert sum(match.length for match in matches) > 300
+    assert {match.depth for match in matches} == {0}
 
 
 def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -87,6 +87,17 @@ def test_what_was_read_behind_other_text_is_a_source_unless_clean_context_is_req
     assert host.ask(Ask(words(9, 4) + DOCUMENT, NAIVE))[0].grafted >= 288
 
 
+def test_a_session_without_an_end_finds_its_last_text_however_deep_it_is(host: Host):
+    host.read(DOCUMENT)
+    known, depths = DOCUMENT, []
+    for turn in range(8):
+        text = words(200, 30 + turn)
+        [answer] = host.ask(Ask(words(5, 50 + turn) + known + text, NAIVE))
+        assert answer.grafted >= 160
+        known, depths = text, [*depths, answer.report["depth"]]
+    assert depths == [*range(1, 9)]
+
+
 @pytest.mark.parametrize("max_depth", [1, MAX_DEPTH])
 def test_text_that_is_hidden_for_its_depth_is_reported_beside_what_is_grafted(
     host: Host, monkeypatch: pytest.MonkeyPatch, max_depth: int

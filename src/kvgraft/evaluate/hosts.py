@@ -26,14 +26,8 @@ from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
 MOST_LIKELY = 20  # tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
-MISSES = (
-    "no_known_text",
-    "too_short",
-    "too_deep",
-    "too_little_known",
-    "off",
-    "policy_full",
-)  # reasons of a server that are no fallbacks
+# reasons of a server that are no fallbacks
+MISSES = ("no_known_text", "too_short", "too_deep", "too_little_known", "off", "policy_full")
 
 
 @dataclass(frozen=True)

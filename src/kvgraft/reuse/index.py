@@ -119,6 +119,7 @@ class ReuseIndex:
             source=offer.source,
             source_start=first * size,
             scope=offer.scope,
+            usable=usable,
             depth=depths,
             after=offer.last_entry,
             unlimited=unlimited,

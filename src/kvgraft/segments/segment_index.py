@@ -36,12 +36,20 @@ class SegmentIndex:
         return self.blocks.nbytes() + (0 if self.similar is None else self.similar.nbytes())
 
     def insert(
-        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, *, scope: bytes, **place: Any
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        versions: np.ndarray,
+        *,
+        scope: bytes,
+        usable: np.ndarray | None = None,
+        **place: Any,
     ) -> np.ndarray:
-        """Name consecutive blocks of one source, and know the segments in them: `VirtualBlockIndex.insert`."""
+        """Name consecutive blocks of one source: `VirtualBlockIndex.insert`. The segments in them become known, too: in
+        all of them, or in those where `usable` bool [m] is set."""
         ids = self.blocks.insert(tokens, pages, versions, scope=scope, **place)
         if self.similar is not None:
-            self.similar.insert(ids, scope)
+            self.similar.insert(ids if usable is None else np.where(usable, ids, -1), scope)
         return ids
 
     def match(self, tokens: np.ndarray, scope: bytes, *, similar: bool = False, **wanted: Any) -> list[Match]:
