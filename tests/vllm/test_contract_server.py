@@ -25,6 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.reports import StoppedReports
@@ -152,7 +153,9 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     assert "trace_headers=request.trace_headers" in made, "compat.reports.send_ahead sets the headers of the request"
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
     assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"
-    assert RequestState.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
+    for kept in (RequestState, ParentRequest):
+        assert kept.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
+    assert {"parent_req", "request_index"} <= inspect.signature(RequestState.__init__).parameters.keys()
 
 
 def test_what_the_guard_of_quality_reads():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import json
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.vllm.compat.reports import StoppedReports, send_ahead, stop_sending
+from kvgraft.vllm.compat.reports import HEADER, StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.granted import GRANTED, granted_salts
 from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, Report, RequestOptions
 from kvgraft.vllm.server.call import CURRENT, Call
@@ -227,6 +228,9 @@ def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(engine: Eng
 class State:
     """What vLLM keeps of a request in the front end."""
 
+    def __init__(self, parent_req: object = None, request_index: int = 0) -> None:
+        self.parent_req, self.request_index = parent_req, request_index
+
 
 def sent(request_id: str, headers: dict[str, str] | None, **last: Any) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [1], trace_headers=headers, **last)
@@ -249,3 +253,27 @@ def test_a_report_that_went_ahead_is_handed_out_with_any_output_that_may_be_the_
     assert len(kept) == 1
     del processor.request_states["a"]
     assert len(kept) == 0, "nothing is kept of what has ended"
+
+
+class Parent:
+    """What vLLM keeps of the answers to one prompt."""
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_of_several_answers_to_a_prompt_the_last_has_the_report_of_the_first(order: tuple[int, ...], stopped: bool):
+    processor, parent = Engine().output_processor, Parent()
+    kept = StoppedReports(processor)
+    reports = [{"kvgraft": {"answer": number}} for number in range(3)]
+    processor.request_states |= {str(number): State(parent, number) for number in range(3)}
+    processor.request_states["other"] = State()
+    headers = {HEADER: json.dumps(reports[0])} if stopped else None
+    processor.process_outputs([sent("0", headers), sent("1", None), sent("2", None)])
+    outputs = [sent(str(number), None, kv_transfer_params=reports[number]) for number in order]
+    other = sent("other", None, kv_transfer_params={"kvgraft": {}})
+    processor.process_outputs([*outputs, other])
+    assert outputs[-1].kv_transfer_params == reports[0]
+    assert other.kv_transfer_params == {"kvgraft": {}}
+    processor.request_states.clear()
+    del parent
+    assert len(kept) == len(kept._of_first) == 0, "nothing is kept of what has ended"

@@ -27,6 +27,7 @@ REPORT = {"policy": "naive", "grafted_tokens": 3}
 OTHERS = [None, {"policy": "epic", "grafted_tokens": 0}]  # of further prompts; of one the engine said nothing
 FIRST = {"kvgraft": REPORT}
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
+DELTA = b'event: content_block_delta\ndata: {"delta":{"text":"event: message_stop\\ndata: {}"}}\n\n'
 Application = Callable[..., Coroutine[Any, Any, None]]
 
 
@@ -349,6 +350,26 @@ def test_the_chunk_with_the_usage_gets_the_report_and_no_other_chunk_changes():
     assert usage.endswith(b"\n\n")
     expected = {**json.loads(USAGE[6:]), "kv_transfer_params": {"kvgraft": REPORT}}
     assert json.loads(usage[6:]) == expected
+
+
+def test_the_last_event_of_a_message_gets_the_report():
+    last = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            call = CURRENT.get()
+            assert call is not None
+            yield DELTA
+            call.reports.append(REPORT)
+            yield last
+
+        await StreamingResponse(body(), media_type="text/event-stream")(scope, receive, send)
+
+    delta, stop = bodies(asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}, path="/v1/messages")))
+    assert delta == DELTA
+    prefix, _, data = stop.partition(b"data: ")
+    assert (prefix, data[-2:]) == (b"event: message_stop\n", b"\n\n")
+    assert json.loads(data) == {"type": "message_stop", "kv_transfer_params": {"kvgraft": REPORT}}
 
 
 def test_without_a_report_or_outside_a_stream_nothing_changes():

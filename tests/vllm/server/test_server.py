@@ -238,6 +238,38 @@ def test_without_known_text_a_stopped_answer_says_so_and_counts_the_blocks_of_it
     assert server.status(ALICE)["recent"][0]["outcome"] == "miss"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_on_every_route_a_stream_ends_with_the_report(server: RunningServer, texts: Any, path: str):
+    document = texts.document()
+    complete(server, ALICE, document)
+    usage = {"stream_options": {"include_usage": True}} if "completions" in path else {}
+    with server.http(ALICE) as client:
+        body = {"model": "bundled", **ROUTES[path](elsewhere(document)), "stream": True, **usage}
+        answer = client.post(path, json=body).text
+    events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
+    last = json.loads(events[-1])
+    report = last.get("response", last)["kv_transfer_params"]["kvgraft"]
+    assert report["grafted_tokens"] >= 500
+    assert "kv_transfer_params" not in "".join(events[:-1]).replace('"kv_transfer_params":null', "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_of_several_answers_to_a_prompt_the_first_one_is_reported(
+    server: RunningServer, texts: Any, stream: bool, seed: int
+):
+    document = texts.document()
+    complete(server, ALICE, document)
+    ask: dict[str, Any] = {"model": "bundled", "n": 3, "temperature": 1.0, "seed": seed, "max_tokens": 8}
+    with server.http(ALICE) as client:
+        body = {**ask, "messages": said(elsewhere(document)), "stream": stream}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
+        answer = client.post("/v1/chat/completions", json=body).text
+    last = [line for line in answer.splitlines() if '"usage"' in line][-1]
+    report = json.loads(last.removeprefix("data: "))["kv_transfer_params"]["kvgraft"]
+    assert (report["outcome"], report["grafted_tokens"] >= 500) == ("grafted", True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_of_several_prompts_or_answers_that_stop_each_is_reported(server: RunningServer, texts: Any, stream: bool):
     documents = [texts.document(), texts.document(300)]
@@ -279,12 +311,12 @@ def test_bad_options_are_a_400_that_names_the_field(
 
 def test_bad_options_that_are_spelt_otherwise_meet_the_guard_of_the_engine(server: RunningServer):
     """A key with an escape in it is no plain text in the body, and is still the same key."""
-    body = '{"model": "bundled", "prompt": "the", "\\u006bv_transfer_params": {"kvgraft": {"bondary": 1}}}'
-    with server.http(ALICE) as client:
-        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-        smuggled = {"kv_transfer_params": ["kvgraft"]}
-        other = client.post("/v1/completions", json={"model": "bundled", "prompt": "the", "vllm_xargs": smuggled})
-    for refused, message in ((answer, "no option 'bondary'"), (other, "must be an object, got list")):
+    options = '"\\u006bv_transfer_params": {"\\u006bvgraft": {"bondary": 1}}'
+    smuggled = '"vllm_xargs": {"\\u006bv_transfer_params": ["a"]}'
+    for given, message in ((options, "no option 'bondary'"), (smuggled, "must be an object, got list")):
+        body = f'{{"model": "bundled", "prompt": "the", {given}}}'
+        with server.http(ALICE) as client:
+            refused = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert refused.status_code == 400
         assert message in refused.json()["error"]["message"]
         assert refused.json()["error"]["param"] == "kv_transfer_params.kvgraft"

@@ -25,7 +25,9 @@ def stop_sending(request: Any) -> None:
 
 
 class StoppedReports:
-    """The front end's side: keeps what went ahead, for as long as the answer lasts, and hands it out with its end.
+    """The front end's side: keeps what went ahead, for as long as the answer lasts, and hands it out with its end. Of
+    several answers to one prompt (`n`), which the engine computes as requests of their own, all have the report of the
+    first: vLLM passes on that of whichever ends last, and this one may have found the first one's KV.
 
     Args:
         output_processor: that of vLLM's engine client, one entrance of which is replaced on this instance.
@@ -35,6 +37,7 @@ class StoppedReports:
         self._processor = output_processor
         self._process, output_processor.process_outputs = output_processor.process_outputs, self.process_outputs
         self._kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by vLLM's state of the request
+        self._of_first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by that of all answers
 
     def __len__(self) -> int:
         """Reports that are kept."""
@@ -52,6 +55,10 @@ class StoppedReports:
                 output.trace_headers = _without(output.trace_headers)
             if output.kv_transfer_params is None:
                 output.kv_transfer_params = self._kept.get(state)
+            if (parent := state.parent_req) is not None:
+                if state.request_index == 0 and output.kv_transfer_params is not None:
+                    self._of_first[parent] = output.kv_transfer_params
+                output.kv_transfer_params = self._of_first.get(parent, output.kv_transfer_params)
         return self._process(outputs, *args, **kwargs)
 
 

@@ -25,6 +25,7 @@ _MISPLACED = (
 )
 COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
+_LAST_MESSAGE = b"event: message_stop\n"  # of Anthropic's Messages API, in the streams of which vLLM reports nothing
 
 
 class ServerMiddleware:
@@ -190,7 +191,7 @@ def _reporting(call: Call | None, send: Send) -> Send:
                 await send(_of_length(start, len(body)))
                 await send({**message, "body": body})
             return
-        elif streams and _USAGE.search(message.get("body", b"")):
+        elif streams and _takes_report(message.get("body", b"")):
             message = {**message, "body": _reported(message["body"], call)}
         await send(message)
 
@@ -200,6 +201,11 @@ def _reporting(call: Call | None, send: Send) -> Send:
 def _has_many(call: Call) -> bool:
     """Whether the request has several prompts: vLLM then reports one of them, and counts the cached tokens of one."""
     return call.route in COMPLETIONS and len(call.cached) > 1
+
+
+def _takes_report(event: bytes) -> bool:
+    """Whether a server-sent event is the one of its stream that gets the report."""
+    return event.startswith(_LAST_MESSAGE) or _USAGE.search(event) is not None
 
 
 def _reported(event: bytes, call: Call) -> bytes:
