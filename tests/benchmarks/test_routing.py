@@ -52,7 +52,7 @@ def test_what_was_before_does_not_count():
     straight = [routing.Sent(0.001, 100, 0), routing.Sent(0.002, 100, 0), routing.Sent(0.002, 100, 0)]
     row = routing.row_of(2, through, straight, found)
     assert (row.requests, row.failed, row.tokens, row.known) == (2, 1, 100, 0.25)
-    assert row.routed == {"load": 0.0, "text": 100.0}
+    assert row.routed == {"load": 0.0, "text": 100.0, "error": 0.0}
     assert row.both_mean_ms == pytest.approx(1.2)
     assert row.routing_ms["fingerprints"].p99 == pytest.approx(0.9975)
     assert row.routing_ms["ranking"].p50 == pytest.approx(0.3125)
