@@ -1,7 +1,7 @@
-"""How fast the kernels of a recovery work, in TFLOP/s and GB/s, beside a matrix product and a copy of the same device.
+"""How fast the kernels of a recovery work, in TFLOP/s and GB/s.
 
-One layer with the heads of an 8B model. Scattered rows are recomputed tokens all over a prompt, a run is the new text
-at its end, scores are those of Sparse-Q.
+A matrix product and a copy of the same device stand beside them. One layer with the heads of an 8B
+model. Scattered rows are recomputed tokens all over a prompt; scores are those of Sparse-Q.
 
     python benchmarks/kernel_rates.py --device cuda --dtype bfloat16 [--tokens 8192,32768] [--json]
 """
@@ -37,10 +37,10 @@ SCATTERED, NEW, ASKING, ANCHORS = (
 
 @dataclass(frozen=True)
 class Rate:
-    """One kernel at one length: the median of all rounds, and what it computes or moves in that time.
+    """One kernel at one length: the median of all rounds, and what it does in that time.
 
     Attributes:
-        tflops: of the products of queries, keys and values that causal attention needs; None for copies.
+        tflops: of the products that causal attention needs; None for copies.
         gbytes: read and written, of keys and values alone; None for products.
     """
 
@@ -86,7 +86,7 @@ class Layer:
     """The cache of one layer with a prompt in scattered slots, and what recoveries do there.
 
     Attributes:
-        kernels: by name what calls a kernel, and the floating-point operations and the bytes that it takes.
+        kernels: by name what calls a kernel, its floating-point operations and its bytes.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Layer:
         return float(begin.elapsed_time(end)) / 1e3
 
     def _flops(self, positions: Tensor) -> float:
-        """Of queries at these positions with all keys that they see, and of what comes of the values."""
+        """Of queries at these positions with the keys and values that they see."""
         heads, head_dim = self._shape
         return 4.0 * heads * head_dim * float((positions + 1).sum())
 
@@ -159,10 +159,11 @@ class Layer:
         return lambda: attention_mass(query, keys, at, self._scale)
 
     def _copy_changed(self) -> Callable[[], object]:
-        """All tokens are near some whose changes are told, differences and averages included."""
-        places = torch.linspace(0, self._length - 1, max(2, int(self._length * ANCHORS)), device=self._device).long()
+        """All tokens are near anchors; the anchors' differences and averages are included."""
+        num_anchors = max(2, int(self._length * ANCHORS))
+        places = torch.linspace(0, self._length - 1, num_anchors, device=self._device).long()
         count, turn = len(places), self._rope.table(torch.arange(self._length, device=self._device))
-        told = turn[0][places], turn[1][places]
+        anchor_turn = turn[0][places], turn[1][places]
         nearby = torch.arange(count, device=self._device)[:, None] + torch.arange(AROUND, device=self._device)
         around = (
             (nearby - AROUND // 2).clamp(0, count - 1),
@@ -172,7 +173,7 @@ class Layer:
         sides, between = torch.stack((behind - 1, behind)), torch.full((self._length,), 0.5, device=self._device)
 
         def call() -> None:
-            new, old = (self._others[:, places], told), (self._slots[:, places], told)
+            new, old = (self._others[:, places], anchor_turn), (self._slots[:, places], anchor_turn)
             changes = average_changes(kv_changes(self._pools, self._every, new, old), *around)
             source, target = (self._slots, turn), (self._others, turn)
             copy_changed(self._pools, self._every, source, target, changes, sides, between)

@@ -65,7 +65,7 @@ PROMISED = {
 }
 
 
-GRID = {  # without a promise: prompts of so many thousand tokens, of which so many % are known
+GRID = {  # without a promise: a length in thousands of tokens, and the share known, %
     name: Scenario(name, Shape(thousands * 1024, share / 100, 1), None, 5, SOONER, 1.0, at_most=False)
     for thousands in (8, 32)
     for share in (0, 50, 75, 90, 98)
@@ -317,11 +317,11 @@ def make_random_model(
 def _figure(scenario: Scenario, plain: Sequence[Round], ours: Sequence[Round]) -> Figure:
     times, own_times = ([one.seconds for one in rounds] for rounds in (plain, ours))
     ratios = [b / a if scenario.at_most else a / b for a, b in zip(times, own_times, strict=True)]
-    told, own = (Summary.of([outcome for one in rounds for outcome in one.outcomes]) for rounds in (plain, ours))
+    theirs, own = (Summary.of([outcome for one in rounds for outcome in one.outcomes]) for rounds in (plain, ours))
     return Figure(
         scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios, of=np.median),
         scenario.target, scenario.at_most,
-        times, own_times, told.cached, own.grafted or 0.0, own.recomputed or 0.0, own.reasons,
+        times, own_times, theirs.cached, own.grafted or 0.0, own.recomputed or 0.0, own.reasons,
         _percentiles(plain), _percentiles(ours),
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ class HeadwisePrefill(VllmPrefill):
         with self._timed(stage):
             pools = [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)] if copied else []
         for chunk, layout in zip(self._rows.of(hidden.where), self._rows.layouts, strict=True):
-            if self._pace.spend(self._pace.layer(chunk.known_positions) / ATTEND):
+            if self._budget.spend(self._budget.layer(chunk.known_positions) / ATTEND):
                 self._rows.forget_metadata()
             with self._timed(stage):
                 attended = self._attended(index, chunk, layout, query[chunk.rows], heads, pools)
@@ -102,7 +102,7 @@ class HeadwisePrefill(VllmPrefill):
         for first in range(0, len(rows), self._host.max_rows):
             part = slice(first, first + self._host.max_rows)
             taken = part if len(rows) == len(before) else rows[part].to(before.device)
-            self._pace.spend(self._pace.layer(known[part]) / FEED)
+            self._budget.spend(self._budget.layer(known[part]) / FEED)
             with self._timed(stage):
                 halves = (half[taken].contiguous() for half in before.unbind(1))
                 after[taken, 0], after[taken, 1] = self._host.feed_forward(index, positions[part], *halves)
@@ -133,7 +133,7 @@ class HeadwisePrefill(VllmPrefill):
         self._enter(index, hidden)
         parts = []
         for chunk in self._rows.of(hidden.where):
-            self._pace.spend(self._pace.layer(chunk.known_positions) / PROJECT)
+            self._budget.spend(self._budget.layer(chunk.known_positions) / PROJECT)
             with self._timed(self._stage(hidden)):
                 before = entering(index, hidden.states[chunk.rows].unbind(1))
                 parts.append(self._host.heads_of(index, chunk.slots, chunk.positions, *before))

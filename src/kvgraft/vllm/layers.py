@@ -10,7 +10,7 @@ from kvgraft.prefill.context import Reduction
 from kvgraft.prefill.documents.partial import Attend, LayerHost
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.ranks import over_ranks
-from kvgraft.vllm.pace import Pace
+from kvgraft.vllm.recovery_budget import RecoveryBudget
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
@@ -31,21 +31,21 @@ class VllmLayers(LayerHost):
 
     Args:
         slots: int64 [n], of the request's blocks.
-        pace: as in `VllmPrefill`.
+        budget: as in `VllmPrefill`.
     """
 
-    def __init__(self, host: ModelHost, slots: Tensor, pace: Pace) -> None:
+    def __init__(self, host: ModelHost, slots: Tensor, budget: RecoveryBudget) -> None:
         self.num_layers, self.num_kv_heads, self.head_dim = host.num_layers, host.num_kv_heads, host.head_dim
         self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.plain_rope
         self.scale = host.scale
-        self._host, self._slots, self._pace = host, slots, pace
+        self._host, self._slots, self._budget = host, slots, budget
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return embed(self._host, token_ids)
 
     def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
         """As in the protocol; the rest of the layer takes all rows, since it is vLLM's own."""
-        self._pace.spend(self._pace.layer(positions.cpu()))
+        self._budget.spend(self._budget.rows(positions.numel()))
 
         def attend_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
             attended = attend(query, keys, values)
@@ -74,6 +74,6 @@ class VllmLayers(LayerHost):
         places = torch.arange(num_kept, device=self.device)
         turn = self._host.turning(torch.tensor([-num_dropped], device=self.device))
         for index in range(self.num_layers):
-            self._pace.spend(self._pace.copy(num_kept))
+            self._budget.spend(self._budget.copy(num_kept))
             keys, values = self.read(index, places)
             self.write(index, places, turn(index, keys), values)

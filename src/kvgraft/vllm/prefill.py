@@ -24,7 +24,7 @@ from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.ranks import over_ranks
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.layers import embed, entering
-from kvgraft.vllm.pace import Pace
+from kvgraft.vllm.recovery_budget import RecoveryBudget
 from kvgraft.vllm.row_chunks import RowChunks
 
 Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
@@ -43,7 +43,7 @@ class VllmPrefill(PagedPrefill):
         tables: per prompt its physical blocks by group, int [b] each.
         source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups;
             `NULL_PAGE` where local heads have lost theirs.
-        pace: how much may be done before other work of vLLM must come between; without limit by default.
+        budget: how much may be done before other work of vLLM must come between; without limit by default.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VllmPrefill(PagedPrefill):
         token_ids: Tensor,
         tables: Sequence[Sequence[np.ndarray]],
         source_pages: np.ndarray,
-        pace: Pace | None = None,
+        budget: RecoveryBudget | None = None,
     ) -> None:
         offsets = np.arange(plan.block_size)
         self._tables = list(zip(*tables, strict=True))  # by group, by prompt
@@ -72,7 +72,7 @@ class VllmPrefill(PagedPrefill):
         self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
         self._host = host
         self.token_ids = token_ids
-        self._pace = pace or Pace(host.num_layers)
+        self._budget = budget or RecoveryBudget(host.num_layers)
         self._rows = RowChunks(host, plan, self._tables, self._known_slots, self._slots)
         self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
         self._grafted: set[int] = set()  # layers
@@ -100,7 +100,7 @@ class VllmPrefill(PagedPrefill):
             for tokens in zip(*(x.split(size) for x in slots), strict=True) if own else ():
                 alignment = Alignment(self._host, *tokens)
                 for part in alignment.parts(own):
-                    self._pace.spend(self._pace.copy(tokens[0].numel(), len(part)))
+                    self._budget.spend(self._budget.copy(tokens[0].numel(), len(part)))
                     with self._timed("align"):
                         alignment(part)
 
@@ -119,7 +119,7 @@ class VllmPrefill(PagedPrefill):
         taken = entered or [hidden] * drafter.takes_hidden
         tokens, states = drafter.inputs_of(self.token_ids, where), [before.only(where).states for before in taken]
         for chunk in self._rows.cut(where):
-            self._pace.spend(self._pace.layer(chunk.known_positions))
+            self._budget.spend(self._budget.layer(chunk.known_positions))
             given = None
             if entered:
                 given = torch.cat([layer[chunk.rows].sum(1) for layer in states], dim=-1)
@@ -182,7 +182,7 @@ class VllmPrefill(PagedPrefill):
         rebuilds = len(chunks) > 1 and (self._host.is_latent or self._host.attention.max_long_runs is not None)
         parts, queries = [], []
         for number, chunk in enumerate(chunks):
-            if self._pace.spend(self._pace.layer(chunk.known_positions)) or rebuilds:
+            if self._budget.spend(self._budget.layer(chunk.known_positions)) or rebuilds:
                 self._rows.forget_metadata()
             with self._timed(stage):
                 metadata, before = self._rows.metadata(chunk), entering(index, halves(hidden, number, chunk))
@@ -215,7 +215,7 @@ class VllmPrefill(PagedPrefill):
         [tokens] = upload(self._host.device, self.token_ids[hidden.where].to(TOKEN_ID_DTYPE))
         stage, states = self._stage(hidden), []
         for chunk in chunks:
-            if self._pace.spend(self._pace.whole_pass(chunk.known_positions)):
+            if self._budget.spend(self._budget.whole_pass(chunk.known_positions)):
                 self._rows.forget_metadata()
             with self._timed(stage):
                 rows = chunk.taken_from(tokens), chunk.positions, chunk.slots, self._rows.metadata(chunk)
@@ -230,8 +230,8 @@ class VllmPrefill(PagedPrefill):
         every = list(range(self.num_layers))
         if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
             return False
-        seconds = sum(self._pace.whole_pass(chunk.known_positions) for chunk in chunks)
-        return (spreading is None or len(chunks) == 1) and self._pace.affords(seconds)
+        seconds = sum(self._budget.whole_pass(chunk.known_positions) for chunk in chunks)
+        return (spreading is None or len(chunks) == 1) and self._budget.affords(seconds)
 
     def _graft_for_spreading(self, index: int) -> None:
         """Copy what `_spread` does not copy itself."""
@@ -241,7 +241,7 @@ class VllmPrefill(PagedPrefill):
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []
         for number, chunk in enumerate(self._rows.of(hidden.where)):
-            if self._pace.spend(self._pace.layer(chunk.known_positions) / PROJECT):
+            if self._budget.spend(self._budget.layer(chunk.known_positions) / PROJECT):
                 self._rows.forget_metadata()
             with self._timed("select"):
                 before = entering(index, halves(hidden, number, chunk))

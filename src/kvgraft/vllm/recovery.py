@@ -22,8 +22,8 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.ranks import all_succeeded
 from kvgraft.vllm.headwise import HeadwisePrefill
 from kvgraft.vllm.layers import VllmLayers
-from kvgraft.vllm.pace import Pace, seconds_of_step
 from kvgraft.vllm.prefill import VllmPrefill
+from kvgraft.vllm.recovery_budget import RecoveryBudget, seconds_of_step
 
 logger = logging.getLogger("kvgraft")
 
@@ -82,16 +82,16 @@ class RecoveryBatch:
         self._library, self._head_map = library, head_map
         self.outcomes: dict[str, RecoveryResult] | None = None
         self._host = host
-        self._pace = Pace(host.num_layers, self._pause)
+        self._budget = RecoveryBudget(host.num_layers, self._pause)
         self._task = greenlet(self._run)
 
     def advance(self, seconds: float, costs: Costs) -> float:
         """Work until done or until so many seconds, by these costs, are spent; returns what is left of them."""
-        self._pace.seconds, self._pace.costs = seconds, costs
+        self._budget.seconds, self._budget.costs = seconds, costs
         self._host.adapters.use(self.jobs[0].adapter)
         self._task.parent = getcurrent()
         self._task.switch()
-        return max(self._pace.seconds, 0)
+        return max(self._budget.seconds, 0)
 
     def drop(self) -> None:
         """End it; whatever it has written so far is garbage."""
@@ -127,7 +127,7 @@ class RecoveryBatch:
     def _keep(self, policy: KeepsDocuments, job: Job) -> dict[str, RecoveryResult]:
         """One prompt of which a part is kept."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
-        layers, plan = VllmLayers(self._host, slots, self._pace), job.plan
+        layers, plan = VllmLayers(self._host, slots, self._budget), job.plan
         chosen = None if job.kept is None else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
         ctx, *_ = self._library.keep(layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen)
         layers.close_up(ctx.num_kept, plan.num_tokens - ctx.num_kept)
@@ -142,7 +142,7 @@ class RecoveryBatch:
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
-        given, policy = (self._host, plan, tokens, tables, source_pages, self._pace), self.jobs[0].policy
+        given, policy = (self._host, plan, tokens, tables, source_pages, self._budget), self.jobs[0].policy
         if self._head_map is not None and policy.needs_head_map:
             ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
         else:

@@ -17,7 +17,9 @@ from kvgraft.vllm.compat.pools import PoolLayout
 
 
 class RowChunks:
-    """The tokens that are computed, in chunks of at most `host.max_rows`; those of the last set are kept.
+    """The tokens that are computed, in chunks of at most `host.max_rows`.
+
+    The chunks of the last set of tokens are kept.
 
     Args:
         tables: by group, per prompt its physical blocks, int [b].
@@ -51,12 +53,15 @@ class RowChunks:
 
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
         """Cut anew. With `splits`, long runs come first where our kernel takes the others."""
-        positions, slots, attention = self._plan.positions[where], self._known_slots[:, where], self._host.attention
+        positions, slots = self._plan.positions[where], self._known_slots[:, where]
+        host, attention = self._host, self._host.attention
+        splits = splits and attention.splits_rows
         prompts = np.repeat(np.arange(len(self._plan.lengths)), self._plan.lengths)[where.numpy()]
         chunks, start = [], 0
-        for runs in cut(runs_of(prompts, positions.numpy()), self._host.max_rows, attention.max_runs):
+        runs_of_all = runs_of(prompts, positions.numpy())
+        for runs in cut(runs_of_all, host.max_rows, attention.max_runs):
             rows = slice(start, start + sum(stop - first for _, first, stop in runs))
-            chunks.append(self._chunk(rows, positions[rows], slots[:, rows], runs, splits and attention.splits_rows))
+            chunks.append(self._chunk(rows, positions[rows], slots[:, rows], runs, splits))
             start = rows.stop
         return chunks
 
@@ -65,12 +70,16 @@ class RowChunks:
         if chunk.layouts is None:
             chunk.layouts = [self._layout(chunk, group) for group in self._host.attention.groups]
         if chunk.metadata is None:
-            chunk.metadata = self._host.metadata(chunk.runs, self._tables, chunk.slots, chunk.num_long, chunk.layouts)
+            given = chunk.slots, chunk.num_long, chunk.layouts
+            chunk.metadata = self._host.metadata(chunk.runs, self._tables, *given)
         return chunk.metadata
 
     def forget_metadata(self) -> None:
-        """Have metadata made anew: what a backend prepared may point into buffers that other steps, or chunks of
-        latents, have used since."""
+        """Have metadata made anew.
+
+        What a backend prepared may point into buffers that other steps, or chunks of latents, have
+        used since.
+        """
         for chunk in self._chunks:
             chunk.metadata = None
 
@@ -84,21 +93,30 @@ class RowChunks:
             chunk.put_into(ordered, computed[chunk.rows])
         return ordered
 
-    def _chunk(self, rows: slice, known: Tensor, slots: Tensor, runs: list[Run], splits: bool) -> PrefillChunk:
+    def _chunk(
+        self,
+        rows: slice,
+        known: Tensor,
+        slots: Tensor,
+        runs: list[Run],
+        splits: bool,
+    ) -> PrefillChunk:
         order, num_long = list[Tensor](), len(runs)
         if splits:
             runs, num_long, moved = long_first(runs, LONG_RUN, self._host.attention.max_long_runs)
             if 0 < num_long < len(runs):
                 known, slots, order = known[moved], slots[:, moved], [moved]
         positions, slots, *order = upload(self._host.device, known, slots, *order)
-        return PrefillChunk(rows, positions, slots, known, runs, num_long, order[0] if order else None)
+        moved_rows = order[0] if order else None
+        return PrefillChunk(rows, positions, slots, known, runs, num_long, moved_rows)
 
     def _layout(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
         """The rows that our kernel takes in layers of a group, if it takes any."""
         if group.pool is None or chunk.num_long == len(chunk.runs):
             return None
         prompts, positions = chunk.scattered()
-        return AttentionLayout.of(positions, [self._pool_slots(prompt, group.number, group.pool) for prompt in prompts])
+        slots = [self._pool_slots(prompt, group.number, group.pool) for prompt in prompts]
+        return AttentionLayout.of(positions, slots)
 
     @memoised
     def _pool_slots(self, prompt: int, group: int, pool: PoolLayout) -> Tensor:

@@ -11,7 +11,7 @@ LEAST_S = 1e-9  # of a step: costs may be zero, and recoveries must end all the 
 
 
 @dataclass
-class Pace:
+class RecoveryBudget:
     """What a recovery may spend before other work of vLLM must come between, and what its parts cost.
 
     Attributes:
@@ -46,6 +46,11 @@ class Pace:
     def layer(self, positions: Tensor) -> float:
         """Seconds of one layer."""
         return self.whole_pass(positions) / self.num_layers
+
+    def rows(self, count: int) -> float:
+        """Seconds of one layer for so many tokens, without the keys that they see: positions on a device would have to
+        be waited for."""
+        return float(self.costs.computing(count, 0)) / self.num_layers
 
     def copy(self, num_tokens: int, num_layers: int = 1) -> float:
         """Seconds in which so many tokens are copied and aligned in so many layers."""
