@@ -7,7 +7,7 @@ import pytest
 
 from chromium import Page
 from kvgraft import Engine
-from kvgraft.evaluate.compare import Case
+from kvgraft.evaluate.compare import Case, run_compare
 from kvgraft.evaluate.inspect import Inspection, inspect, render_page
 from kvgraft.testbed import MODEL_DIR
 
@@ -49,6 +49,12 @@ def test_every_token_has_a_kind_under_every_policy(inspection: Inspection):
         assert [layers == 8 for layers in view["layers"]] == [kind in "fr" for kind in view["kinds"]]
         assert all(len(scores) == len(inspection.tokens) for scores in view["scores"].values())
     assert " ".join(inspection.tokens) == CASE.prompt.replace("  ", " ")
+
+
+def test_the_page_and_the_comparison_say_the_same_of_a_policy(inspection: Inspection):
+    compared = run_compare(Engine(MODEL_DIR, dtype="float32"), CASE)
+    shown = [(view["policy"], view["kl"]) for view in inspection.policies]
+    assert shown == [(one.policy, round(one.answer_kl, 4)) for one in compared]
 
 
 @pytest.mark.parametrize("dark", [False, True])

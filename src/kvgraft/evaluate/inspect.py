@@ -78,7 +78,7 @@ def _view(outcome: Outcome, record: Record) -> dict[str, Any]:
         "stages": {name: round(1e3 * seconds, 2) for name, seconds in report.stages.items()},
         "ttft": round(1e3 * outcome.ttft_s, 1),
         "speedup": round(outcome.speedup, 2),
-        "kl": round(outcome.first_kl, 4),
+        "kl": round(outcome.answer_kl, 4),
         "agreement": round(outcome.agreement, 3),
         "work": round(report.computed_share, 4),
         "fallback": report.fallback,

@@ -176,6 +176,8 @@ def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuesti
 def _agreement(same: int, count: int) -> str:
     if same == count:
         return f"the same answer, word for word, to all {count}"
+    if same == 0:
+        return f"an answer in other words to all {count}, printed above for you to judge"
     others = "another one to 1" if count - same == 1 else f"other ones to {count - same}"
     return f"the same answer, word for word, to {same} and {others}, printed above for you to judge"
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvgraft.fleet.figures import Figures, ReplicaFigures
-from kvgraft.vllm.server.guard_metrics import GuardMetrics
+from kvgraft.vllm.server.metrics import FirstTokens, GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -41,9 +41,10 @@ def exported() -> dict[str, Exported]:
         for name, one in METRICS.items()
     }
     fleet = [one for name, one in (vars(Figures()) | vars(ReplicaFigures())).items() if name != "registry"]
+    server = [*vars(FirstTokens("m")).values(), *vars(GuardMetrics("m")).values()]
     return engine | {
         one._name + ("_total" if one._type == "counter" else ""): Exported(one._type, frozenset(one._labelnames))
-        for one in (*vars(GuardMetrics()).values(), *fleet)
+        for one in (*(getattr(one, "metric", one) for one in server if not isinstance(one, str)), *fleet)
     }
 
 

@@ -83,6 +83,7 @@ def test_the_admin_sees_all_tenants_and_why_nothing_was_grafted(page: Page, serv
     pool = server.status(ADMIN)["pool"]
     legend = page.evaluate("document.getElementById('pool-legend').textContent")
     assert f"frozen {pool['frozen']}" in legend
+    assert page.evaluate("document.getElementById('now').textContent") == "0 running, 0 waiting"
 
 
 @pytest.mark.usefixtures("document")

@@ -12,7 +12,7 @@ from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import KEY, TRIAL_OF
 from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.guard_metrics import GuardMetrics
+from kvgraft.vllm.server.metrics import GuardMetrics
 from kvgraft.vllm.server.scorer import AT_ONCE, CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, Sample, Scorer
 from kvgraft.vllm.server.watching import Watched
 
@@ -63,7 +63,7 @@ class Setting:
 
     def __init__(self, tokens_per_minute: float = 1e9) -> None:
         self.now, self.gate, self.scored = 0.0, Gate(), list[Mapping[str, float]]()
-        self.metrics = GuardMetrics()
+        self.metrics = GuardMetrics("m")
         self.scorer = Scorer(
             self.gate, tokens_per_minute, lambda _, found: self.scored.append(found), self.metrics, lambda: self.now
         )
@@ -106,10 +106,10 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
 
 
 def test_sessions_whose_depth_grows_without_end_have_few_metrics():
-    metrics = GuardMetrics()
+    metrics = GuardMetrics("m")
     for depth in range(50):
         metrics.observe("of any depth", depth, {"answer_kl": 0.0, "flips": 0.0, "loglik": 0.0})
-    shown = {depth for policy, depth in metrics.kl._metrics if policy == "of any depth"}
+    shown = {depth for _, policy, depth in metrics.kl.metric._metrics if policy == "of any depth"}
     assert shown == {"0", "1", "2", "3", "4", "5+"}
 
 

@@ -394,6 +394,7 @@ def test_metrics_are_those_of_the_server_and_name_no_tenant(server: RunningServe
     with server.http(None) as client:
         metrics = client.get("/metrics").text
     assert 'kvgraft:pool_blocks{engine="0",model_name="bundled",state="free"}' in metrics
+    assert 'kvgraft:time_to_first_token_seconds_count{model_name="bundled",outcome="fallback"}' in metrics
     for key in (ALICE, BOB, ADMIN):
         assert Tenant.of(key).label not in metrics
     assert server.status(ADMIN)["pool"].keys() == {"used", "free", "frozen"}

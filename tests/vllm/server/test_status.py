@@ -12,6 +12,8 @@ from kvgraft.vllm.server import status
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
 
 FIGURES = {
+    "running": 1,
+    "waiting": 2,
     "pool": {"used": 3, "free": 5, "frozen": 2},
     "index_entries": 7,
     "read_anew_tokens": 11,
@@ -32,7 +34,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, api_keys: list[str], key: str | None)
 
 
 def test_one_of_several_tenants_is_shown_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch):
-    nothing = {"pool": None, "index_entries": None, "read_anew_tokens": None, "fallbacks": {}}
+    nothing = {"running": None, "waiting": None, "pool": None, "index_entries": None, "read_anew_tokens": None, "fallbacks": {}}
     assert shown(monkeypatch, [ALICE, BOB], ALICE) == nothing
 
 

@@ -13,12 +13,12 @@ from kvgraft.evaluate.traffic.analysis import KVGRAFT, Analysis, PoolCounts
 from kvgraft.evaluate.traffic.origins import TokenCounts
 
 mpl.use("Agg")
-KINDS = {
-    "prefix": "#7f9fd6",
-    "continued": "#9b8bd0",
-    "grafted": "#7cbf7c",
-    "near-duplicate": "#f2b96b",
-    "new": "#e3e3e6",
+KINDS = {  # in the colours of the page that a server shows
+    "prefix": "#3f7fd0",
+    "continued": "#2a9fb8",
+    "grafted": "#2f9e6e",
+    "near-duplicate": "#e29a2d",
+    "new": "#a9b2c0",
 }
 
 

@@ -8,7 +8,7 @@ from kvgraft.guard.guard import Guard
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import EXACT_BECAUSE, GUARDED, KEY, NOTE_PLAN, OWN_FIELDS, PARAMS, RequestOptions
 from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.guard_metrics import GuardMetrics
+from kvgraft.vllm.server.metrics import GuardMetrics
 from kvgraft.vllm.server.scorer import EngineGate, Sample, Scorer
 from kvgraft.vllm.server.watching import Watched, can_be_watched, watched
 from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
@@ -20,9 +20,9 @@ APPROXIMATE = (Outcome.GRAFTED, Outcome.CONTINUED)
 class ServerGuard:
     """Beside the gate to the engine, `engine_client`."""
 
-    def __init__(self, settings: KVGraftSettings, engine_client: EngineGate) -> None:
+    def __init__(self, settings: KVGraftSettings, engine_client: EngineGate, model_name: str) -> None:
         self.guard = Guard(settings.guard, settings.target, default=settings.default.policy, on_transition=self._moved)
-        self.metrics = GuardMetrics()
+        self.metrics = GuardMetrics(model_name)
         profile = settings.policy_profile
         self._scorer = Scorer(engine_client, settings.guard_tokens, self.scored, self.metrics)
         self._discovers = settings.mode == DISCOVER

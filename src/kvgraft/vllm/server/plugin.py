@@ -8,12 +8,15 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
+from vllm.logger import init_logger
 
 from kvgraft.vllm.server import segments, status
 from kvgraft.vllm.server.errors import Refused, answer_refusal
 from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.settings import TOOLS
+
+logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
 
 
 class ServerPlugin:
@@ -47,3 +50,6 @@ class ServerPlugin:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""
         if engine_client is not None:
             state.kvgraft.connect(engine_client)
+            if not args.uds:
+                scheme = "https" if args.ssl_keyfile else "http"
+                logger.info("KVGraft's page: %s://%s:%d/kvgraft", scheme, args.host or "127.0.0.1", args.port)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from kvgraft.vllm.options import KEY, Report
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 RECENT = 50  # requests kept per tenant
+ABORTED = "aborted"  # the outcome of a request that its client left, or in which the engine failed
 KINDS = ("prefix", "continued", "grafted", "recomputed", "fresh")
 
 
@@ -20,7 +21,7 @@ class Entry:
 
     Attributes:
         ended_at: Unix time in seconds.
-        outcome: as in the report (`Outcome`); aborted if the client left or the engine failed.
+        outcome: as in the report (`Outcome`), or `ABORTED`.
         ttft_s: seconds from the arrival at the engine client to the first token, if there was one.
         tokens: of the prompt, by kind; `recomputed` are among `grafted`.
         spans: [start, stop, kind] of the prompt.
@@ -46,7 +47,7 @@ class Entry:
     def of(cls, tenant: Tenant, route: str, output: Any, scored: Mapping[str, float] | None = None) -> "Entry":
         """From the engine's last `RequestOutput`, or None if the request was aborted before it."""
         if output is None:
-            return cls(time.time(), tenant.label, route, "aborted")
+            return cls(time.time(), tenant.label, route, ABORTED)
         given = (output.kv_transfer_params or {}).get(KEY)
         report, metrics = Report(**given) if given else _bare_report(output), output.metrics
         return cls(
@@ -67,9 +68,14 @@ class Entry:
 
 
 class RequestLog:
-    """The last requests of every tenant, and sums over all of its requests."""
+    """The last requests of every tenant, and sums over all of its requests.
+
+    Attributes:
+        on_entry: called with each request that ended.
+    """
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
+        self.on_entry: Callable[[Entry], None] = lambda _: None
         self._recent: dict[str, deque[Entry]] = {}
         self._sums: dict[str, Counter[tuple[str, str]]] = {}
         for tenant in tenants:
@@ -77,6 +83,7 @@ class RequestLog:
 
     def add(self, entry: Entry) -> None:
         """Enter a request that ended."""
+        self.on_entry(entry)
         self._open(entry.tenant)
         self._recent[entry.tenant].append(entry)
         sums = self._sums[entry.tenant]

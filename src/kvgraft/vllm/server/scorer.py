@@ -13,7 +13,7 @@ from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control
 from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.guard_metrics import GuardMetrics
+from kvgraft.vllm.server.metrics import GuardMetrics
 from kvgraft.vllm.server.watching import NUM_LOGPROBS, Logprobs, Watched, places
 
 logger = logging.getLogger("kvgraft")

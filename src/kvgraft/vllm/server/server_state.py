@@ -9,6 +9,7 @@ from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.guarding import ServerGuard
 from kvgraft.vllm.server.idle_reader import IdleReader
 from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.metrics import FirstTokens
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
@@ -75,8 +76,11 @@ class ServerState:
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
         self._engine_client.exact_for = frozenset(self.settings.exact_for)
+
+        model_name = engine_client.vllm_config.model_config.served_model_name
+        self.request_log.on_entry = FirstTokens(model_name).observe
         if self.settings.guard:
-            self._engine_client.guard = ServerGuard(self.settings, self._engine_client)
+            self._engine_client.guard = ServerGuard(self.settings, self._engine_client, model_name)
         if self.settings.refresh:
             self._idle_reader = IdleReader(self._engine_client)
 

@@ -18,6 +18,8 @@ STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
 
 NO_FIGURES: dict[str, Any] = {
+    "running": None,
+    "waiting": None,
     "pool": None,
     "index_entries": None,
     "read_anew_tokens": None,
@@ -74,6 +76,8 @@ def engine_figures() -> dict[str, Any]:
     """What the connector exports to Prometheus, of all engines and tenants together; None before its first step."""
     pool = _by_label("kvgraft:pool_blocks", "state")
     return {
+        "running": int(_by_label("vllm:num_requests_running", None)[""]),
+        "waiting": int(_by_label("vllm:num_requests_waiting", None)[""]),
         "pool": {state: int(pool[state]) for state in ("used", "free", "frozen")} if pool else None,
         "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
         "read_anew_tokens": int(_by_label("kvgraft:read_anew_tokens_total", None)[""]),
