@@ -34,7 +34,14 @@ def shown(monkeypatch: pytest.MonkeyPatch, api_keys: list[str], key: str | None)
 
 
 def test_one_of_several_tenants_is_shown_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch):
-    nothing = {"running": None, "waiting": None, "pool": None, "index_entries": None, "read_anew_tokens": None, "fallbacks": {}}
+    nothing = {
+        "running": None,
+        "waiting": None,
+        "pool": None,
+        "index_entries": None,
+        "read_anew_tokens": None,
+        "fallbacks": {},
+    }
     assert shown(monkeypatch, [ALICE, BOB], ALICE) == nothing
 
 

@@ -40,7 +40,7 @@ def generated(
         work = lengths.work(tile, 1, plan_work)
         arguments += [table, table.stride(0), lengths.counts, work.chunks, work.programs, heads]
         grid = work.num_programs
-    _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()))
+    _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()), num_warps=8)
 
 
 def generated_choice(

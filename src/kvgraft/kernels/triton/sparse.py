@@ -34,6 +34,8 @@ def block_sparse_attention(
         num_heads, group, group // parts, head_dim, value_dim,
         WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
         SIZE=size, TILE_TOKENS=tile, DIM=dim, **width,
+        # registers of four warps hold 16 rows of at most 256 numbers of 16 bits
+        num_warps=8 if query.dtype is torch.float32 or dim > 256 else 4,
     )  # fmt: skip
     output = torch.empty(num_rows, group, value_dim, dtype=query.dtype, device=query.device)
     _join[num_rows, parts](left, weight, output, work.sequences, group, group // parts, value_dim, **width)
