@@ -50,6 +50,10 @@ DAMAGES = (*DAMAGED_GRAFTS, "token", "fact")
 ROWS, CONFIG = "rows.jsonl", "config.json"
 SHORT = 32  # tokens of an answer
 TRIES = 300  # words that are tried in the place of another
+MEASURED = (  # of the streams of a condition
+    "answers", "flips", "KL, at most 1 nat", "alarm raised", "after requests", "exact KV", "after requests",
+    "flips: bias, covered", "KL: bias, covered",
+)  # fmt: skip
 _WORD = re.compile(r"\w+")
 
 app = typer.Typer(add_completion=False)
@@ -272,21 +276,25 @@ def streams(
     """Streams of requests of each condition: when the guard acts; and, without a target, what it estimates."""
     rows = read_lines(results / ROWS, ScoredAnswer)
     logging.getLogger("kvgraft").setLevel(logging.ERROR)  # every stream that is stopped would say so
-    table = Table(title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}", title_justify="left")
-    for name in ("condition", "answers", "flips", "KL, at most 1 nat", "alarm raised", "after requests", "exact KV",
-                 "after requests", "flips: bias, covered", "KL: bias, covered"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "condition" else "right")
+    columns: dict[str, list[str]] = {}
     for condition in (HEALTHY, *DAMAGES):
         if mine := [row for row in rows if row.condition == condition]:
             before = [row for row in rows if row.condition == HEALTHY] if later else []
             acted = [stream(mine, share, Target.parse(target), requests, seed, before) for seed in range(seeds)]
             free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
             truth = {one: [as_share(one, row.distances) for row in mine] for one in MEASURES}
-            table.add_row(
-                condition, str(len(mine)), *(_with_bounds(truth[one]) for one in MEASURES),
+            columns[condition] = [
+                str(len(mine)), *(_with_bounds(truth[one]) for one in MEASURES),
                 *_reached([one.alarm for one in acted]), *_reached([one.exact for one in acted]),
                 *(_against(free, one, mean(truth[one])) for one in MEASURES),
-            )  # fmt: skip
+            ]  # fmt: skip
+
+    table = Table(title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}", title_justify="left")
+    table.add_column("condition")
+    for condition in columns:
+        table.add_column(condition, justify="right")
+    for name, *cells in zip(MEASURED, *columns.values(), strict=True):
+        table.add_row(name, *cells)
     Console().print(table)
 
 

@@ -3,16 +3,18 @@
 import errno
 import json
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
-from kvgraft.evaluate.calibration import ALIKE, CHECKING, CHOOSING, CalibrationSettings, choose
+from kvgraft.evaluate.calibration import ALIKE, CHECKING, CHOOSING, CalibrationSettings, choose, render
 from kvgraft.evaluate.runner import ROWS, read_rows
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks.items import PATTERNS, Shape
@@ -214,3 +216,18 @@ def test_what_calibrate_refuses_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_table_is_whole_on_a_terminal_of_80_columns():
+    name = "spread:alike_share=1.0,recompute_share=0.4"
+    tried = (
+        MeasuredPolicy("full", 1.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+        MeasuredPolicy(name, 0.123, (0.0151, 0.0076, 0.0302), (0.031, 0.01, 0.05), (-0.31, -0.4, -0.2)),
+    )
+    profile = PolicyProfile("m", name, tried[1], (0.05, 0.01, 0.1), "docs", 12, 1024, tried)
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(render(profile))
+    [row] = [line for line in console.export_text().splitlines() if "0.0151" in line and "│" in line]
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [
+        "12.3%", "0.0151", "0.0076-0.0302", "0.30", "3.1%", "-31%", "-40% to -20%",
+    ]  # fmt: skip

@@ -153,22 +153,35 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
 
 
+LEGEND = (
+    "FLOPs: of full's; KL: full against policy, nats, along full's own answer; / noise: KL divided by that of full "
+    "with the segments in another order; flips: places of that answer where the best token is another; alike: "
+    "answers that are right where documents look alike, less full's"
+)
+
+
 def render(profile: PolicyProfile) -> RenderableType:
     """A line for each policy, and what was chosen, for a rich console."""
     unit = profile.order_noise[0]
     title = f"{profile.prompts} prompts of about {profile.tokens} tokens: {profile.texts}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for name in ("FLOPs", "KL, nats", "95 %", "of order noise", "other tokens", "right where alike, less full's"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    table.add_column("policy", overflow="fold")
+    for name in ("FLOPs", "KL", "95 %", "/ noise", "flips", "alike", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in sorted(profile.tried, key=lambda one: one.flops):
         value, low, high = one.kl
         table.add_row(
             f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
             f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}", f"{value / unit:.2f}" if unit else "-",
-            f"{one.flips[0]:.1%}", "-" if one.alike is None else "{:+.0%} ({:+.0%} to {:+.0%})".format(*one.alike),
+            f"{one.flips[0]:.1%}", *_alike(one.alike),
         )  # fmt: skip
-    return Group(table, Text(f"{profile}, on as many prompts that have chosen nothing"))
+    return Group(table, Text(LEGEND, style="dim"), Text(f"{profile}, on as many prompts that have chosen nothing"))
+
+
+def _alike(difference: Interval | None) -> tuple[str, str]:
+    return (
+        ("-", "") if difference is None else ("{:+.0%}".format(*difference), "{1:+.0%} to {2:+.0%}".format(*difference))
+    )
 
 
 def _measured(summary: Summary) -> MeasuredPolicy:
