@@ -4,7 +4,6 @@ checks that they share for their options."""
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 Option = int | float | str | tuple[int, ...]
@@ -17,38 +16,25 @@ class UnknownOption(ValueError):
     """A method has no such option."""
 
 
-def make(
-    kind: str,
-    known: Mapping[str, type[AnyMethod]],
-    name: str,
-    options: Mapping[str, Any],
-    renamed: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> AnyMethod:
-    """A method of a kind (`policy`) from its name and options.
-
-    Args:
-        renamed: options by the names that they had once -> as they are called now.
+def make(kind: str, known: Mapping[str, type[AnyMethod]], name: str, options: Mapping[str, Any]) -> AnyMethod:
+    """Return a method of a kind (`policy`) from its name and options.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the known ones, or the new name of an old one), a
-            number of layers beside a share of them, or a value out of range.
+        ValueError: an unknown name or option (the message lists the known ones), a number of layers beside a share of
+            them, or a value out of range.
     """
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(sorted(known))}")
-    check_options(f"{kind} {name!r}", known[name], options, renamed)
+    check_options(f"{kind} {name!r}", known[name], options)
     return known[name](**options)
 
 
-def check_options(
-    what: str, method: type[Any], options: Iterable[str], renamed: Mapping[str, Sequence[str]] = MappingProxyType({})
-) -> None:
+def check_options(what: str, method: type[Any], options: Iterable[str]) -> None:
     """Raise ValueError, as `make` does, unless a method can be given these options together."""
     given, allowed = set(options), [field.name for field in fields(cast(Any, method))]
     for option in options:
-        now = [new for new in renamed.get(option, ()) if new in allowed]
         if option not in allowed:
-            hint = f"it is called {' or '.join(now)}" if now else f"it has {', '.join(allowed) or 'none'}"
-            raise UnknownOption(f"{what} has no option {option!r}: {hint}")
+            raise UnknownOption(f"{what} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
         if option.endswith("_layers") and (share := layers_share(option)) in given:
             raise ValueError(f"{what} takes {option} or {share}, not both")
 

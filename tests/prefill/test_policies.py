@@ -1,11 +1,8 @@
-from dataclasses import fields
-
 import pytest
 
 from kvgraft.methods import count_layers
 from kvgraft.prefill.policies import (
     POLICIES,
-    RENAMED,
     Full,
     Policy,
     SparseX,
@@ -125,28 +122,6 @@ def test_a_count_and_a_share_of_layers_exclude_each_other():
     given = with_options(parse_policy("sparsex:boundary_layers=1"), {"boundary_share": 0.5})
     assert given == SparseX(boundary_share=0.5)
     assert with_options(given, {"boundary_layers": 2}) == SparseX(boundary_layers=2, boundary_share=0.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sparsex:boundary=1", "has no option 'boundary': it is called boundary_layers or boundary_share"),
-        ("transitive:topk=0.1", "has no option 'topk': it is called recompute_share"),
-        ("transitive:probe=1", "has no option 'probe': it is called probe_layers or probe_share"),
-        ("similar:probe=1", "has no option 'probe': it is called probe_tokens"),
-        ("similar:halo=1", "has no option 'halo': it is called halo_tokens"),
-        ("condense:halo=1", "has no option 'halo': it is called halo_blocks"),
-        ("redknot:dense_until=1", "has no option 'dense_until': it is called dense_layers or dense_share"),
-    ],
-)
-def test_an_old_option_is_refused_with_its_new_name(text: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        parse_policy(text)
-
-
-def test_every_old_option_has_its_new_name_in_some_policy():
-    allowed = {field.name for policy in POLICIES.values() for field in fields(policy)}
-    assert all(new in allowed for names in RENAMED.values() for new in names)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,6 @@ def test_the_namespace_is_taken_as_it_is():
             {"policy": "naive", "topk": 0.1},
             "no option 'topk': it has none; a request itself has policy, reuse, quality, match, namespace",
         ),
-        ({"topk": 0.1}, "policy 'sparsex' has no option 'topk': it is called recompute_share"),
         ({"boundary_layers": 1, "boundary_share": 0.5}, "takes boundary_layers or boundary_share, not both"),
         ({"top_k": 0.1}, "policy 'sparsex' has no option 'top_k': it has rows"),
         ({"control": {"op": "list"}}, "no option 'control': it has"),

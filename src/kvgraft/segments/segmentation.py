@@ -13,10 +13,6 @@ from kvgraft.segments.minhash import Permutations, compact, winnow
 
 ANCHORS = ("\nThought:", "\nAction:", "\nObservation:", "<tool_call>", "<tool_response>")
 MAX_SEGMENT = 256  # tokens
-RENAMED = {  # options by the names that they had before 0.2
-    "context": ("context_tau",),
-    **{name: (f"{name}_tokens",) for name in ("window", "tolerance", "min_run", "shingle")},
-}
 WINNOW = 32  # shingles, of which the least begins a window: one in 16 or so
 
 
@@ -72,7 +68,7 @@ def parse_match(text: str) -> Similarity | None:
     name, options = parse("match", text)
     if name == "exact" and not options:
         return None
-    return make("match", {"similar": Similarity}, name, options, RENAMED)
+    return make("match", {"similar": Similarity}, name, options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from kvgraft.methods import make, parse
 
 _NAMED: tuple[type[Flow], ...] = (BlockTopK, Quest, DoubleSparse, NSABlockTopK, H2O, Streaming)
 FLOWS = {flow.name: flow for flow in _NAMED}
-RENAMED = {"k": ("topk_blocks",)}  # options by the names that they had before 0.2
 DENSE = "dense"  # no flow: everything is attended to
 _FILE = re.compile(r"(?P<path>.+?\.py)(:(?P<rest>.*))?")
 
@@ -41,7 +40,7 @@ def parse_flow(text: str) -> Flow | None:
     if name not in FLOWS:
         known = f"{', '.join(sorted(FLOWS))}, or give a file (my_flow.py, my_flow.py:name)"
         raise ValueError(f"unknown flow {name!r}: choose from {known}")
-    return make("flow", FLOWS, name, options, RENAMED)
+    return make("flow", FLOWS, name, options)
 
 
 def _from_file(path: str, rest: str) -> Flow:
@@ -52,7 +51,7 @@ def _from_file(path: str, rest: str) -> Flow:
     if not chosen and len(flows) > 1:
         raise ValueError(f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}")
     name, given = parse(f"flow of {path}", f"{chosen or next(iter(flows))}:{options}")
-    return make(f"flow of {path}", flows, name, given, RENAMED)
+    return make(f"flow of {path}", flows, name, given)
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:

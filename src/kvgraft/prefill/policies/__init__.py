@@ -37,39 +37,17 @@ POLICIES: dict[str, type[Policy]] = {
         Similar,
     )
 }
-RENAMED = {  # options by the names that they had before 0.2
-    "boundary": ("boundary_layers", "boundary_share"),
-    "probe": ("probe_layers", "probe_share", "probe_tokens"),
-    "layers": ("reused_layers", "reused_share"),
-    "dense_until": ("dense_layers", "dense_share"),
-    "halo": ("halo_tokens", "halo_blocks"),
-    "topk": ("recompute_share",),
-    "share": ("recompute_share",),
-    "tokens": ("start_tokens",),
-    "first": ("first_share",),
-    "mass": ("mass_share",),
-    "last_mass": ("last_mass_share",),
-    "edge_mass": ("edge_mass_share",),
-    "recent": ("recent_tokens",),
-    "min_keep": ("min_ffn_tokens",),
-    "block": ("block_tokens",),
-    "initial": ("initial_blocks",),
-    "local": ("local_blocks",),
-    "ratio": ("kept_share",),
-    "hops": ("hop_tokens",),
-    "skipped": ("skipped_share",),
-}
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """A policy from its name and options; ValueError as `methods.make`."""
-    return make("policy", POLICIES, name, options or {}, RENAMED)
+    return make("policy", POLICIES, name, options or {})
 
 
 def with_options(policy: Policy, options: Mapping[str, Any]) -> Policy:
     """A policy with some other options; a share of all layers takes the place of a number of them. ValueError as
     `methods.make`."""
-    check_options(f"policy {policy.name!r}", type(policy), options, RENAMED)
+    check_options(f"policy {policy.name!r}", type(policy), options)
     counts = {field.name for field in fields(policy) if field.name.endswith("_layers")}
     outdated = {count: None for count in counts if layers_share(count) in options}
     return replace(policy, **outdated, **options)
