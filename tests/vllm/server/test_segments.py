@@ -83,6 +83,15 @@ def test_a_namespace_has_segments_of_its_own(server: RunningServer, admin: httpx
     assert complete(server, ALICE, elsewhere(document), **inside)[0] > 0
 
 
+def test_a_list_that_names_no_tenant_has_the_segments_of_all(admin: httpx.Client, texts: Any):
+    for key in (ALICE, BOB):
+        admin.post(PATH, json={"tenant": LABELS[key], "name": "one each", "text": texts.document()}).raise_for_status()
+    found = {(one["tenant"], one["name"]) for one in admin.get(PATH).raise_for_status().json()["segments"]}
+    assert found >= {(LABELS[ALICE], "one each"), (LABELS[BOB], "one each")}
+    for key in (ALICE, BOB):
+        admin.delete(f"{PATH}/one each", params={"tenant": LABELS[key]}).raise_for_status()
+
+
 def test_a_name_stands_for_the_text_that_was_frozen_last_until_it_is_deleted(admin: httpx.Client, texts: Any):
     where = {"tenant": LABELS[ALICE]}
     freeze(admin, ALICE, "a/b c", text=texts.document(100))
@@ -122,7 +131,8 @@ def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin:
 def test_tenants_are_listed_by_label_and_one_must_be_named(admin: httpx.Client):
     tenants = admin.get("/v1/kvgraft/tenants").json()["tenants"]
     assert [tenant["tenant"] for tenant in tenants] == [*LABELS.values(), "shared"]
-    for answer in (admin.get(PATH), admin.post(PATH, json={"name": "x", "text": "the"})):
+    listed = admin.get(PATH, params={"namespace": "wide"})
+    for answer in (listed, admin.post(PATH, json={"name": "x", "text": "the"})):
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith("name a tenant: ")
     assert admin.get(PATH, params={"tenant": "nobody"}).status_code == 400

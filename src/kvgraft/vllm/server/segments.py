@@ -11,7 +11,7 @@ from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.frozen import shown
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.server.sharing import SHARED
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 MAX_TEXT = 2 << 20  # characters
 MAX_MESSAGES = 1024
@@ -81,7 +81,12 @@ async def list_segments(
     namespace: Annotated[Namespace, Query()] = "",
     model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
-    """All frozen segments of a tenant's namespace, of one model."""
+    """List the frozen segments of a tenant's namespace, of one model; of all tenants, if there are several and the
+    query names none of these."""
+    state = _state(request)
+    if tenant is None and not state.keyring.has_one_tenant and not namespace and model is None:
+        admin = Principal(state.keyring.tenants[0], is_admin=True)
+        return {"segments": await state.segments.view(admin)}
     control = Control("list", adapter=_adapter_name(request, model))
     return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
