@@ -10,7 +10,7 @@ from kvgraft.prefill.policies import POLICIES
 from kvgraft.prefill.report import REASONS
 from kvgraft.segments.store.shared import SharedTier
 from kvgraft.segments.store.store import SegmentStore
-from kvgraft.vllm.server.arguments import SETTINGS
+from kvgraft.vllm.settings import SETTINGS
 from kvgraft.vllm.stats import METRICS
 
 ROOT = Path(__file__).parent.parent

@@ -23,9 +23,10 @@ from kvgraft.engine.checkpoint import identify
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
 from kvgraft.kv.rope import Rope, rotate
 from kvgraft.vllm.compat import transfer_config
-from kvgraft.vllm.compat.cache_dtype import FP8, READABLE, as_codes, as_written, encode
+from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, as_written, encode
 from kvgraft.vllm.compat.packing import unpack
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_supported, model_identity
+from kvgraft.vllm.limits import READABLE
 from kvgraft.vllm.worker import kv_share
 from quantised_models import AVX512, IN_FP8, with_kv_scales
 

@@ -18,6 +18,7 @@ from kvgraft.cli import (  # noqa: F401  # their commands
     flows,
     models,
     segments,
+    serve,
     simulation,
     studies,
     traffic,

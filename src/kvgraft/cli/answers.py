@@ -1,7 +1,6 @@
 """Commands that answer prompts."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,20 +148,6 @@ def inspect(
         console.print(
             f"[dim]{html}: {len(inspected.tokens)} tokens, {len(inspected.policies)} policies[/dim]", soft_wrap=True
         )
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def serve(context: typer.Context) -> None:
-    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] \\[any vLLM flag]`, see `kvgraft serve --help`."""
-    try:
-        from kvgraft.vllm.server.serve import serve as run_server
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "vllm":
-            raise
-        if find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed: pip install 'kvgraft[vllm]'") from error
-        raise ValueError(f"this version of vLLM is none that KVGraft knows: {error}") from error
-    run_server(context.args)
 
 
 def _read_text(path: Path | None) -> str:

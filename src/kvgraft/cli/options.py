@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from kvgraft import __version__
 from kvgraft.models import find_model
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvgraft",
-    help="Reuse the KV cache of any text a model has already read, at any position, in any order.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,6 +48,21 @@ OrderNoiseOption = Annotated[
 ]
 console = Console()
 progress_console = Console(stderr=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvgraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reuse the KV cache of any text a model has already read, at any position, in any order."""
 
 
 def find(model: Path) -> Path:

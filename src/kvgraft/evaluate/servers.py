@@ -18,12 +18,15 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
-# SIGTERM comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across exec
+# SIGKILL comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across exec. To SIGTERM a
+# server may finish requests, which nobody waits for then. Its engine ends by itself (`vllm/parent_watch.py`).
 _UNTIL_ITS_PARENT_ENDS = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-os.execv(sys.argv[1], sys.argv[1:])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has ended")
+os.execv(sys.argv[2], sys.argv[2:])
 """
 KVGRAFT = ("-m", "kvgraft")  # what Python runs
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -65,19 +68,21 @@ def running(
     command: str = "serve",
     program: Sequence[str] = KVGRAFT,
     start_timeout_s: float = START_TIMEOUT_S,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> Iterator[Server]:
     """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it answers /health.
 
     Args:
         environment: what vLLM reads, on top of ours.
         program: what Python runs instead, for measurements.
+        stop_timeout_s: for which it may end by itself, in the end.
 
     Raises:
         RuntimeError: it ended or was not up in time; the message holds the end of its log.
     """
     with reserved_port() as port:
         whole = [sys.executable, *program, command, *arguments, "--host", HOST, "--port", str(port)]
-        with _process(whole, environment, log) as process:
+        with _process(whole, environment, log, stop_timeout_s) as process:
             server = Server(f"http://{HOST}:{port}", process, log)
             _wait_until_healthy(server, start_timeout_s)
             yield server
@@ -95,12 +100,12 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _process(
-    command: Sequence[str], environment: Mapping[str, str], log: Path | None
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None, stop_timeout_s: float
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One that ends with us, however we end."""
     with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(  # noqa: S603  # our own module in our own interpreter
-            [sys.executable, "-c", _UNTIL_ITS_PARENT_ENDS, *command],
+            [sys.executable, "-c", _UNTIL_ITS_PARENT_ENDS, str(os.getpid()), *command],
             env=os.environ | dict(environment),
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
@@ -111,7 +116,7 @@ def _process(
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
+            process.wait(stop_timeout_s)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -6,7 +6,7 @@ import signal
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,11 +18,13 @@ from ray.serve.schema import LoggingConfig
 
 from kvgraft.evaluate.servers import KVGRAFT
 from kvgraft.fleet.alike import Alike
+from kvgraft.fleet.ending import end_fleet
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.ranking import IMBALANCE
-from kvgraft.fleet.replica import INGRESS, Replica
+from kvgraft.fleet.replica import INGRESS, REPLICA, Replica
 from kvgraft.fleet.router import ROUTINGS, SegmentRouter
 from kvgraft.segments.store.secret import CACHE_SECRET
+from kvgraft.vllm.server.checks import HOST, PORT, address_reasons, check_arguments
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
 
 NAME = "kvgraft"
@@ -73,6 +75,8 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"routing is {self.routing!r}, must be one of {', '.join(ROUTINGS)}")
         if not self.imbalance >= 1:
             raise ValueError(f"imbalance is {self.imbalance}, must be at least 1")
+        if {"--check", "--json"} & {*self.arguments}:
+            raise ValueError("--check: ask `kvgraft serve --check` with the flags of the servers")
         if own := [flag for flag in self.arguments if flag.partition("=")[0] in OWN]:
             raise ValueError(f"{own[0]}: a fleet sees itself to where its servers listen")
 
@@ -111,7 +115,7 @@ def assemble(
         "request_routing_stats_period_s": options.sketch_s,
     }
     replica = _deployment(Replica).options(
-        name="Replica",
+        name=REPLICA,
         max_ongoing_requests=IN_FLIGHT,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         graceful_shutdown_timeout_s=options.drain_s,
@@ -148,26 +152,42 @@ def run(arguments: Sequence[str]) -> None:
     """
     args, rest = _parser().parse_known_args(list(arguments))
     options = _options(args, rest)
-    model = options.model or ""
-    if args.address is None and model.startswith((".", "/")) and not Path(model).exists():
-        raise ValueError(f"there is no model {model}")
+    _check_early(options, args)
     _check_exposure(options, args.host)
     app = application(options)
     start_ray(options, args.host, args.port, args.address)
-    stopped = threading.Event()
-    if args.address is None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
+    for number in (signal.SIGTERM, signal.SIGINT) if args.address is None else ():
+        signal.signal(number, _interrupt)
+    try:
+        _start(app)
+        print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
+        if args.address is None:
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
+            end_fleet(NAME, options.drain_s)  # a second signal cuts this short
+    finally:
+        if args.address is None:
+            ray.shutdown()  # with all processes of this Ray, and with them whatever listens
+
+
+def _start(app: Application) -> None:
     try:
         serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ValueError(f"the fleet has not started, see what its servers say: {error}") from error
-    print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
+
+
+def _check_early(options: FleetOptions, args: Namespace) -> None:
+    """Refuse in seconds what can be seen without vLLM. Paths and ports are those of this machine, so nothing of them is
+    known of a cluster."""
     if args.address is None:
-        stopped.wait()
-        serve.delete(NAME)  # which lets what is in flight end
-        serve.shutdown()
-        ray.shutdown()
+        if reasons := list(address_reasons(args.host, args.port)):
+            raise ValueError("; ".join(reasons))
+        check_arguments(options.command, listens=False)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def start_ray(options: FleetOptions, host: str, port: int, address: str | None = None) -> None:
@@ -254,8 +274,8 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--cpus", type=float, default=defaults.cpus, help="Of one server (default: %(default)s).")
     parser.add_argument("--gpus", type=float, default=defaults.gpus, help="Of one server (default: %(default)s).")
-    parser.add_argument("--host", default="127.0.0.1", help="Where the fleet listens (default: %(default)s).")
-    parser.add_argument("--port", type=int, default=8000, help="And its port (default: %(default)s).")
+    parser.add_argument("--host", default=HOST, help="Where the fleet listens (default: %(default)s).")
+    parser.add_argument("--port", type=int, default=PORT, help="And its port (default: %(default)s).")
     parser.add_argument("--address", help="Of a Ray cluster; by default one is started on this machine.")
     parser.add_argument(
         "--ingresses", type=int, default=defaults.ingresses, help="Processes that take requests (default: %(default)s)."

@@ -38,6 +38,7 @@ PROMPTED = frozenset(
 LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers wait for 10
 TOLD_S = 5.0  # or what they were told
 SHOWN_S = 1.0  # for which metrics are shown again
+RETRY_S = 10  # after which clients of a fleet that ends may ask again: another one may be there then
 LONG = 1 << 16  # bytes of a body that others need not wait for
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
@@ -61,12 +62,19 @@ class Ingress:
         self._streams = replicas.options(stream=True)
         self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
         self._changes, self._has_learnt = Changes(), False
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
         self._shown: asyncio.Task[bytes] | None = None  # metrics
         self._shown_until = 0.0
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
+        if (task := asyncio.current_task()) is not None:  # which also sends the answer
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
         try:
+            if self._is_closing:
+                raise Refused(503, "this fleet is ending", retry_after_s=RETRY_S)
             principal = self._authenticate(request)
             body = b"" if principal is None else await read_body(request.headers, request.receive)
         except Refused as refused:
@@ -131,6 +139,8 @@ class Ingress:
                     request = replace(request, avoids=request.avoids | {*cause.args})
                 logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
                 FIGURES.failed.labels(attempt).inc()
+                if self._is_closing:
+                    return Refused(503, "this fleet has ended", retry_after_s=RETRY_S).response
             except DeploymentUnavailableError:
                 return Refused(503, "no server is ready: ask again").response
             except asyncio.CancelledError:
@@ -146,6 +156,14 @@ class Ingress:
             if not isinstance(answer, BaseException):
                 self._changes.note(request, *answer)
         return together(answers)
+
+    async def drain(self, within_s: float) -> int:
+        """Refuse new requests from now on, and wait for those in flight; how many are left after so many seconds."""
+        self._is_closing = True
+        deadline = time.monotonic() + within_s
+        while self._in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return len(self._in_flight)
 
     async def told(self) -> Told:
         """What servers were told, for one that starts. What was before this ingress they know themselves."""

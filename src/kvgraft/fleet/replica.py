@@ -39,6 +39,8 @@ METRICS_S = 5.0  # between two looks at the metrics of the server
 POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
 TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is believed
 START_S = 1800.0  # a large model may be fetched first
+STOP_S = 10.0  # in which a server has to end that has nothing in flight, or that nobody waits for
+REPLICA = "Replica"  # name of the deployment of servers
 INGRESS = "Ingress"  # name of the deployment that knows what all servers were told
 TOLD_S = 10.0  # for which it is waited to hear what other servers were told
 AGAIN_S = 10.0  # after which it is asked again: by then all know of this server
@@ -69,7 +71,9 @@ class Replica:
     ) -> None:
         alike.check()
         self._open = ExitStack()
-        server = running([*arguments, *QUIET], environment, program=program, start_timeout_s=START_S)
+        server = running(
+            [*arguments, *QUIET], environment, program=program, start_timeout_s=START_S, stop_timeout_s=STOP_S
+        )
         self._server = self._open.enter_context(server)
         self._name = get_replica_context().replica_id.unique_id
         self._is_closing = threading.Event()
@@ -114,6 +118,11 @@ class Replica:
         ClientError."""
         async with asyncio.timeout(CHANGE_S), self._changing:
             return await self._change(request)
+
+    async def end(self) -> None:
+        """End the server, and all of its processes."""
+        self._is_closing.set()
+        await asyncio.to_thread(self._open.close)
 
     async def told(self) -> Told:
         """What the server was told of that."""
@@ -161,6 +170,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
+        if self._is_closing.is_set():  # no other one is wanted
+            return
         async with self._http().get(f"{self._server.url}/health") as answer:
             answer.raise_for_status()
         if self._taking_over is None:

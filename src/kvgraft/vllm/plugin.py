@@ -23,12 +23,15 @@ def log_as_vllm() -> None:
 
 
 def register() -> None:
-    """Make connector and model classes known by name, and let vLLM print what we log. Imports nothing heavy: they load
-    when they are asked for."""
+    """Make connector and model classes known by name, let vLLM print what we log, and end engines and workers whose
+    parent is gone. Imports nothing heavy: they load when they are asked for."""
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvgraft.vllm.parent_watch import end_with_parent
+
     log_as_vllm()
+    end_with_parent()
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
     try:

@@ -1,5 +1,6 @@
 """The server's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -211,3 +212,12 @@ def _check_guard(settings: KVGraftSettings) -> None:
         raise ValueError(f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}")
     for kind in settings.exact_for:
         require_choice("exact_for", kind, KINDS)
+
+
+SETTINGS = tuple(field.name for field in fields(KVGraftSettings))  # each has a flag
+
+
+def given_settings(args: Namespace) -> dict[str, Any]:
+    """What the flags of `kvgraft serve` say of them."""
+    given = {name: getattr(args, f"kvgraft_{name}") for name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}

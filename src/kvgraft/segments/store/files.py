@@ -7,6 +7,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -74,6 +75,23 @@ def private_directory(path: Path) -> Path:
     path = path.resolve()
     if not path.exists():
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(path)
+    return path
+
+
+def check_private_directory(path: Path) -> None:
+    """Raise what `private_directory` would, and PermissionError if nothing could be written there. Makes nothing."""
+    try:
+        path = path.resolve()
+        nearest = next(place for place in (path, *path.parents) if place.exists())
+        TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise PermissionError(f"{path}: nothing can be written there ({error.strerror})") from error
+    if nearest == path:
+        _check_private(path)
+
+
+def _check_private(path: Path) -> None:
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
@@ -81,7 +99,6 @@ def private_directory(path: Path) -> Path:
         raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.getuid()}, who runs this")
     if mode := stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"{path} is open to others (mode bits {mode:03o}): chmod 700 {path}")
-    return path
 
 
 class DirectoryLock:

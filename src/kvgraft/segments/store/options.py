@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kvgraft.methods import require_amount, require_share
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store.places import check_url, is_server
-from kvgraft.segments.store.secret import CACHE_SECRET, find_secret, given_secret
+from kvgraft.segments.store.files import check_private_directory
+from kvgraft.segments.store.places import check_url, is_server, local_directory, without_password
+from kvgraft.segments.store.secret import CACHE_SECRET, check_secret, find_secret, given_secret
 from kvgraft.segments.store.sharing import Sharing
 from kvgraft.segments.store.store import SegmentStore
 
@@ -57,6 +58,11 @@ class StoreOptions:
         self._check_shared()
 
     @property
+    def shared_place(self) -> str | None:
+        """The URL of the shared tier as it may be shown."""
+        return None if self.shared_url is None else without_password(self.shared_url)
+
+    @property
     def sharing(self) -> Sharing | None:
         """The shared tier; None: there is none. See `find_secret` for what it raises."""
         secret = (
@@ -66,6 +72,21 @@ class StoreOptions:
             return None
         gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
         return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)
+
+    def check_places(self) -> None:
+        """Raise what `open` would of directories and the secret, before anything else is loaded. Makes nothing.
+
+        Raises:
+            ValueError: the secret of the environment is none.
+            OSError: a directory cannot be used; PermissionError if others may read it.
+        """
+        directory = None if self.directory is None else Path(self.directory)
+        shared = None if self.shared_url is None else local_directory(self.shared_url)
+        ranks = [] if directory is None else sorted(directory.glob("rank-*"))
+        for place in (directory, *ranks, shared):
+            if place is not None:
+                check_private_directory(place)
+        check_secret(directory)
 
     def open(
         self,

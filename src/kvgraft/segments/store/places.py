@@ -1,5 +1,6 @@
 """Places that several machines share: chunks by name, and what has come to them, in its order."""
 
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -35,11 +36,17 @@ def is_server(url: str) -> bool:
     return urlsplit(url).scheme in SCHEMES
 
 
+def local_directory(url: str) -> Path | None:
+    """The directory of this machine that a URL names, if it names one."""
+    parts = urlsplit(url)
+    return Path(parts.path) if parts.scheme in ("file", "local") else None
+
+
 def check_url(url: str) -> None:
     """Raise ValueError if there is no place with such a URL, or its client is not installed. Connects to nothing."""
     parts = urlsplit(url)
     if not parts.scheme:
-        raise ValueError(f"shared tier {_without_password(url)!r}: no URL: give {ALLOWED}")
+        raise ValueError(f"shared tier {without_password(url)!r}: no URL: give {ALLOWED}")
     try:
         if is_server(url):
             RedisPlace(url, "", 1.0).close()
@@ -49,13 +56,11 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(parts.scheme)
     except ImportError as error:
         package = "pip install 'kvgraft[fleet]'" if is_server(url) else "install it"
-        raise ValueError(f"shared tier {_without_password(url)!r}: a client is missing: {error}: {package}") from error
+        raise ValueError(f"shared tier {without_password(url)!r}: a client is missing: {error}: {package}") from error
     except ValueError as error:
-        raise ValueError(f"shared tier {_without_password(url)!r}: {error}: allowed are {ALLOWED}") from error
-    if parts.scheme in ("file", "local") and (parts.netloc or not parts.path.startswith("/")):
-        raise ValueError(
-            f"shared tier {_without_password(url)!r}: a directory has three slashes before it: file:///DIR"
-        )
+        raise ValueError(f"shared tier {without_password(url)!r}: {error}: allowed are {ALLOWED}") from error
+    if local_directory(url) is not None and (parts.netloc or not parts.path.startswith("/")):
+        raise ValueError(f"shared tier {without_password(url)!r}: a directory has three slashes before it: file:///DIR")
 
 
 def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Place:
@@ -76,7 +81,7 @@ def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: fl
     return FilePlace(url, folder, capacity, quota)
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
     """A URL as it may be shown."""
     parts = urlsplit(url)
     place = f"{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -11,6 +11,7 @@ from kvgraft.segments.store.files import private_directory, write_file
 
 CACHE_SECRET = "KVGRAFT_CACHE_SECRET"  # noqa: S105 - the name of an environment variable
 SECRET_BYTES = 32
+NAME = "secret"  # of its file in a store's directory
 
 
 def find_secret(directory: Path | None) -> bytes | None:
@@ -24,6 +25,12 @@ def find_secret(directory: Path | None) -> bytes | None:
     if (given := given_secret()) is not None:
         return given
     return None if directory is None else _lasting_secret(directory)
+
+
+def check_secret(directory: Path | None) -> None:
+    """Raise what `find_secret` would of a secret that is there. Makes nothing."""
+    if given_secret() is None and directory is not None and (path := directory / NAME).exists():
+        _read_secret(path)
 
 
 def given_secret() -> bytes | None:
@@ -47,13 +54,17 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 def _lasting_secret(directory: Path) -> bytes:
     """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there only when whole."""
-    path = private_directory(directory) / "secret"
+    path = private_directory(directory) / NAME
     if not path.exists():
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
         write_file(temporary, secrets.token_bytes(SECRET_BYTES))
         with suppress(FileExistsError):
             path.hardlink_to(temporary)
         temporary.unlink()
+    return _read_secret(path)
+
+
+def _read_secret(path: Path) -> bytes:
     if len(secret := path.read_bytes()) != SECRET_BYTES:
         raise PermissionError(
             f"{path} has {len(secret)} bytes, not {SECRET_BYTES}: remove it, and nothing that is stored is found again"

@@ -20,7 +20,7 @@ from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.heads import HeadMap
 from kvgraft.vllm.compat import ALLOW_UNTESTED, CONNECTOR, WORKER_CLASS
-from kvgraft.vllm.compat.cache_dtype import FP8, cache_dtype_reasons
+from kvgraft.vllm.compat.cache_dtype import FP8
 from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
 from kvgraft.vllm.compat.families import (
     ARCHITECTURES,
@@ -32,6 +32,7 @@ from kvgraft.vllm.compat.families import (
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.compat.turning import check_rope
 from kvgraft.vllm.groups import is_full
+from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = logging.getLogger("kvgraft")
@@ -39,11 +40,6 @@ NOT_RUN = "contract checked, not run"  # names, signatures and the scheduler; th
 SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
 DRAFTING = ("draft_model", "eagle", "eagle3")  # methods whose draft model has KV of its own, in the same blocks
-UNSUPPORTED_PARALLEL = {
-    "pipeline_parallel_size": "a recovery goes through all layers, and a stage has only its own",
-    "decode_context_parallel_size": "a recovery reads whole blocks, and a rank has only some tokens of each",
-    "prefill_context_parallel_size": "a recovery computes whole prompts, and a rank has only some tokens of each",
-}
 
 
 class UnsupportedConfiguration(ValueError):
@@ -62,18 +58,28 @@ def vllm_version() -> str:
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise UnsupportedConfiguration, naming everything that stands in the way."""
-    reasons = [
-        *_version_reasons(KVGraftSettings.of(config).allow_untested),
-        *_model_reasons(config),
-        *_parallel_reasons(config),
-        *_cache_reasons(config, kv_cache),
-        *_residual_reasons(config),
-        *_store_reasons(config),
-        *_profile_reasons(config),
-        *_head_map_reasons(config),
-    ]
+    _refuse([*_config_reasons(config), *_group_reasons(config, kv_cache)])
+
+
+def check_config(config: VllmConfig) -> None:
+    """As `check_supported`, as far as it can be known before a model is loaded."""
+    _refuse(list(_config_reasons(config)))
+
+
+def _refuse(reasons: Sequence[str]) -> None:
     if reasons:
         raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
+
+
+def _config_reasons(config: VllmConfig) -> Iterator[str]:
+    yield from _version_reasons(KVGraftSettings.of(config).allow_untested)
+    yield from _model_reasons(config)
+    yield from _parallel_reasons(config)
+    yield from _cache_reasons(config)
+    yield from _residual_reasons(config)
+    yield from _store_reasons(config)
+    yield from _profile_reasons(config)
+    yield from _head_map_reasons(config)
 
 
 def check_connector(config: VllmConfig) -> None:
@@ -194,9 +200,7 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
 
 def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
-    for name, reason in UNSUPPORTED_PARALLEL.items():
-        if getattr(parallel, name, 1) > 1:
-            yield f"{name} {getattr(parallel, name)}: {reason}"
+    yield from parallel_reasons(parallel)
     if parallel.worker_cls != WORKER_CLASS:
         yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
 
@@ -247,7 +251,7 @@ def _head_map_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"policy {policy.name!r} without a head map: {MAKE_MAP}, or give --kvgraft-head-map"
 
 
-def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
+def _cache_reasons(config: VllmConfig) -> Iterator[str]:
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         yield f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that requests fall back"
@@ -255,11 +259,15 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
         without = config.model_config.use_mla and current_platform.is_cpu()  # and without AMX
         hint = " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)" if without else ""
         yield f"prefix caching off: block hashes are the identity of content{hint}"
-    yield from cache_dtype_reasons(config.cache_config)
-    if config.model_config.use_mla and config.cache_config.cache_dtype in FP8:
-        yield f"KV cache dtype {config.cache_config.cache_dtype} of latents (MLA): only unquantised ones are supported"
+    cache = config.cache_config
+    yield from cache_dtype_reasons(cache.cache_dtype, cache.kv_cache_dtype_skip_layers)
+    if config.model_config.use_mla and cache.cache_dtype in FP8:
+        yield f"KV cache dtype {cache.cache_dtype} of latents (MLA): only unquantised ones are supported"
     if config.aux_output_config.enabled:
         yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
+
+
+def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     names = [type(spec).__name__ for spec in specs]
     if not any(map(is_full, specs)):
@@ -267,10 +275,10 @@ def _cache_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     elif not all(is_full(spec) or isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
         yield f"KV cache groups {names}: supported are full attention, sliding windows and chunks"
     elif len(specs) > 1 or is_by_head(config):
-        yield from _group_reasons(config, specs)
+        yield from _several_groups_reasons(config, specs)
 
 
-def _group_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
+def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
     """What does not go with block tables for layers with windows, or for heads."""
     beside = "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all layers)"
     if is_by_head(config):

@@ -1,12 +1,9 @@
 """The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
 
 import os
-from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -23,25 +20,19 @@ from kvgraft.vllm.compat import ALLOW_UNTESTED, BY_HEAD, CONNECTOR, FLOW, HEAD_M
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.given_answers import RAW
-from kvgraft.vllm.server.flags import FLAGS
+from kvgraft.vllm.server.flags import PREFIX, add_flags
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
-from kvgraft.vllm.server.sharing import FLAG, Grants
+from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring
 from kvgraft.vllm.server.watching import NUM_LOGPROBS
-from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft.vllm.settings import KVGraftSettings, given_settings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
 BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
 KNOWN_KV_BYTES = 2 << 30  # likewise, of models that can be had by name
-SETTINGS = tuple(field.name for field in fields(KVGraftSettings))  # each has a flag
-RENAMED = {  # flags by the names that they had
-    "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
-    "approximate-sources": "--kvgraft-max-depth, and takes a number,",
-}
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
-_PREFIX = "kvgraft_"
 WITHOUT_REUSE = ("kvgraft_flow", "kvgraft_head_paging")  # flags that go with --no-kvgraft
 BESIDE_HEAD_PAGING = ("kvgraft_head_map", ALLOW_UNTESTED)  # and these beside the latter
 
@@ -75,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
     _find_profile(args)
-    args.kv_transfer_config = args.kv_transfer_config or transfer_config(**_settings(args))
+    args.kv_transfer_config = args.kv_transfer_config or transfer_config(**given_settings(args))
     if KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config).guard:
         _refuse(_flags_beside_guard(args))
     grants = Grants.of(args, Keyring(Keys.of(args)))
@@ -89,81 +80,14 @@ def _make_parser() -> FlexibleArgumentParser:
     parser.set_defaults(prefix_cache_retention_interval=None)  # grafts need windows wherever they end
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
-    group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
-    group.add_argument("--kvgraft-policy", help="Of requests that name none: spread, sparsex:recompute_share=0.2,...")
-    group.add_argument(
-        "--kvgraft-profile", help="Instead: what `kvgraft calibrate` has written, by default beside the weights."
-    )
-    group.add_argument(
-        "--kvgraft-match", help="exact, or similar[:tau=0.7,...]: find text that is known but for edits."
-    )
-    group.add_argument(
-        "--kvgraft-residual-layers",
-        type=int,
-        nargs="+",
-        help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
-    )
-    for flag, now in RENAMED.items():
-        group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
-    group.add_argument(
-        "--kvgraft-continuation",
-        action=BooleanOptionalAction,
-        default=None,
-        help="Let the next turn of a conversation go on with the KV of the last one, grafts and all.",
-    )
-    group.add_argument(
-        "--kvgraft-require-clean-context",
-        action="store_true",
-        default=None,
-        help="Graft only text that stood at the beginning of what it was read in, as frozen text does.",
-    )
-    for flag, kind, text in FLAGS:
-        group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
-    group.add_argument("--kvgraft-store-int8", action="store_true", default=None, help="Store keys and values as int8.")
-    _add_owners(group)
-    group.add_argument(
-        "--kvgraft-head-paging",
-        action="store_true",
-        default=None,
-        help="Keep only sinks and windows of the heads that the head map calls local.",
-    )
-    group.add_argument(
-        "--flow",
-        "--kvgraft-flow",
-        dest="kvgraft_flow",
-        help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
-        "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
-    )
-    group.add_argument(
-        "--kvgraft-allow-untested",
-        action="store_true",
-        default=None,
-        help="Start, with a warning, on a vLLM that is newer than those that are supported.",
-    )
-    group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
+    add_flags(parser)
     return parser
-
-
-def _add_owners(group: Any) -> None:
-    """Flags about whose text is whose."""
-    group.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
-    group.add_argument(
-        FLAG,
-        action="append",
-        metavar="NAME=KEY,KEY",
-        help="Let these API keys (or their labels; *: all) graft from a namespace that the admin fills; repeatable.",
-    )
-    group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
-
-
-def _refuse_name(now: str, _: str) -> None:
-    raise ArgumentTypeError(f"it is called {now} now")
 
 
 def _serve_by_name(args: Namespace) -> None:
     """Serve the model of this name under it. A known one was not made for bfloat16, which vLLM takes on a CPU."""
     name = args.model
-    args.model = str(find_model(name, fetch=True))
+    args.model = str(find_model(name, fetch=not args.check))
     args.served_model_name = args.served_model_name or [name, args.model]
     if name in KNOWN and current_platform.is_cpu():
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or KNOWN_KV_BYTES
@@ -183,12 +107,6 @@ def _find_profile(args: Namespace) -> None:
         args.kvgraft_profile = str(Path(given or model / POLICY_FILE).absolute())
 
 
-def _settings(args: Namespace) -> dict[str, Any]:
-    """What the flags say of the connector's settings."""
-    given = {name: getattr(args, _PREFIX + name) for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _conflicts(args: Namespace) -> Iterator[str]:
     """What was asked for and cannot be had together with reuse."""
     config = args.kv_transfer_config
@@ -196,7 +114,7 @@ def _conflicts(args: Namespace) -> Iterator[str]:
         yield f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time, as others keep grafts"
     if args.kv_offloading_size is not None:
         yield "--kv-offloading-size: it puts another connector in the place of ours; use --kvgraft-store-ram-gib"
-    if config is not None and _settings(args):
+    if config is not None and given_settings(args):
         yield "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not in both"
     if args.enable_prefix_caching is False:
         yield "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
@@ -258,7 +176,7 @@ def _head_map(args: Namespace) -> Path:
 
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
     for name in ("flow", "store_dir", "store_ram_gib", "store_shared", "residual_layers"):
-        if getattr(args, name := f"{_PREFIX}{name}") is not None:
+        if getattr(args, name := f"{PREFIX}{name}") is not None:
             yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all heads for alike"
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"
@@ -274,7 +192,7 @@ def _flags_beside_plain(args: Namespace) -> Iterator[str]:
 
 def _own_flags(args: Namespace) -> list[str]:
     """Those of ours that were given, but for --no-kvgraft."""
-    return [n for n, value in vars(args).items() if n.startswith(_PREFIX) and value is not None and value is not False]
+    return [n for n, value in vars(args).items() if n.startswith(PREFIX) and value is not None and value is not False]
 
 
 def _refuse(reasons: Iterator[str]) -> None:

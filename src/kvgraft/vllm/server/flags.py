@@ -1,7 +1,16 @@
-"""Flags of `kvgraft serve` that have one value; each is a setting."""
+"""Our flags of `kvgraft serve`, beside vLLM's. Needs no vLLM."""
 
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+PREFIX = "kvgraft_"  # of what the flags are called when they are parsed
+SHARE = "--kvgraft-share"
+RENAMED = {  # flags by the names that they had
+    "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
+    "approximate-sources": "--kvgraft-max-depth, and takes a number,",
+}
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -9,9 +18,9 @@ def _kinds(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # name, type, help
+FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # with one value: name, type, help
     ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
-    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d; no limit by default."),
+    ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
     ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
     ("watermark", float, "Share of used blocks above which frozen ones are shed."),
@@ -46,3 +55,82 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # name, type, help
     ("store-shared-timeout", float, "Seconds for which a prompt waits for it."),
     ("store-shared-gib", float, "Size of a shared directory."),
 )
+SWITCHES = (  # name, help
+    (
+        "require-clean-context",
+        "Graft only text that stood at the beginning of what it was read in, as frozen text does.",
+    ),
+    ("store-int8", "Store keys and values as int8."),
+    ("head-paging", "Keep only sinks and windows of the heads that the head map calls local."),
+    ("allow-untested", "Start, with a warning, on a vLLM that is newer than those that are supported."),
+)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add all of them. None stands for what was not given, since defaults are those of the settings."""
+    group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="Load nothing: check the configuration, print what will be used, and end.",
+    )
+    group.add_argument("--json", action="store_true", help="With --check: print it as JSON.")
+    group.add_argument(
+        "--kvgraft-policy", help="Of requests that name none: spread (default), sparsex:recompute_share=0.2"
+    )
+    group.add_argument(
+        "--kvgraft-profile",
+        help="Instead: what `kvgraft calibrate` has written, by default beside the weights.",
+    )
+    group.add_argument(
+        "--kvgraft-match",
+        help="exact, or similar[:tau=0.7,...]: find text that is known but for edits.",
+    )
+    group.add_argument(
+        "--kvgraft-residual-layers",
+        type=int,
+        nargs="+",
+        help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
+    )
+    for flag, now in RENAMED.items():
+        group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
+    for flag, kind, text in FLAGS:
+        group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
+    _add_switches(group)
+    _add_owners(group)
+    group.add_argument(
+        "--flow",
+        "--kvgraft-flow",
+        dest="kvgraft_flow",
+        help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
+        "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
+    )
+    group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
+
+
+def _add_switches(group: Any) -> None:
+    """Flags without a value."""
+    group.add_argument(
+        "--kvgraft-continuation",
+        action=BooleanOptionalAction,
+        default=None,
+        help="Let the next turn of a conversation go on with the KV of the last one, grafts and all.",
+    )
+    for flag, text in SWITCHES:
+        group.add_argument(f"--kvgraft-{flag}", action="store_true", default=None, help=text)
+
+
+def _add_owners(group: Any) -> None:
+    """Flags about whose text is whose."""
+    group.add_argument("--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY.")
+    group.add_argument(
+        SHARE,
+        action="append",
+        metavar="NAME=KEY,KEY",
+        help="Let these API keys (or their labels; *: all) graft from a namespace that the admin fills; repeatable.",
+    )
+    group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
+
+
+def _refuse_name(now: str, _: str) -> None:
+    raise ArgumentTypeError(f"it is called {now} now")

@@ -1,18 +1,28 @@
 """`kvgraft serve`: vLLM's API server with our connector, worker, middleware and routes."""
 
+import logging
 import os
 import secrets
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 
 import uvloop
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.logger import configure_logging_from_args, init_logger
 
-from kvgraft.vllm.compat.command_line import cli_env_setup, validate_parsed_serve_args
+from kvgraft.vllm.compat.command_line import (
+    cli_env_setup,
+    engine_config,
+    validate_api_server_args,
+    validate_parsed_serve_args,
+)
+from kvgraft.vllm.compat.support import check_config
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.server.arguments import parse
+from kvgraft.vllm.server.checks import check_parsed
+from kvgraft.vllm.server.summary import Summary
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
@@ -32,18 +42,54 @@ def serve(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: the command line cannot be served; the message says why.
     """
+    args = _checked(arguments)
+    if not args.no_kvgraft:
+        with _quiet():
+            check_config(engine_config(args))
+        settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
+        logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
+    uvloop.run(run_server(args))
+
+
+def summarize(arguments: Sequence[str]) -> Summary:
+    """What `serve` would use; nothing is loaded and nothing listens.
+
+    Raises:
+        ValueError: the command line cannot be served; the message says why.
+    """
+    args = _checked(arguments)
+    with _quiet():
+        config = engine_config(args)
+    if not args.no_kvgraft:
+        check_config(config)
+    return Summary.of(args, config)
+
+
+def _checked(arguments: Sequence[str]) -> Namespace:
+    """Parsed arguments, of which all was checked that needs no configuration of vLLM."""
     cli_env_setup()
     args = parse(arguments)
     try:
         configure_logging_from_args(args)
         validate_parsed_serve_args(args)
+        validate_api_server_args(args)
     except (KeyError, TypeError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error.args[0] if error.args else error)) from error
+    check_parsed(args)
     prepare_environment(args)
-    if not args.no_kvgraft:
-        settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
-        logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
-    uvloop.run(run_server(args))
+    return args
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Have vLLM say of a configuration no more than warnings: the rest comes with the one that is used."""
+    theirs = logging.getLogger("vllm")
+    level = theirs.level
+    theirs.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        theirs.setLevel(level)
 
 
 def prepare_environment(args: Namespace) -> None:

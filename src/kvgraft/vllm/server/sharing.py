@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from vllm.exceptions import VLLMNotFoundError
 
 from kvgraft.vllm.options import check_name
+from kvgraft.vllm.server.flags import SHARE
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
-FLAG = "--kvgraft-share"
 SHARED = Tenant("shared", b"shared")  # theirs are all shared namespaces; no key has this identity, which is no SHA-256
 EVERYBODY = "*"
 _SHOWN = 12  # characters of what may be a mistyped key
@@ -34,13 +34,13 @@ class Grants:
         for entry in given:
             name, equals, keys = entry.partition("=")
             if not equals or not keys:
-                raise ValueError(f"{FLAG} {name!r}: say whom it is shared with, as NAME=KEY,KEY or NAME={EVERYBODY}")
-            check_name(f"{FLAG}: a name", name)
+                raise ValueError(f"{SHARE} {name!r}: say whom it is shared with, as NAME=KEY,KEY or NAME={EVERYBODY}")
+            check_name(f"{SHARE}: a name", name)
             if name in self._readers:
-                raise ValueError(f"{FLAG} {name!r} is given twice: name all of its keys in one")
+                raise ValueError(f"{SHARE} {name!r} is given twice: name all of its keys in one")
             self._readers[name] = _tenants(name, keys, keyring.tenants)
         if self._readers and not keyring.has_admin:
-            raise ValueError(f"{FLAG} {', '.join(self._readers)}: only an admin key can fill it, and there is none")
+            raise ValueError(f"{SHARE} {', '.join(self._readers)}: only an admin key can fill it, and there is none")
 
     @classmethod
     def of(cls, args: Namespace, keyring: Keyring) -> "Grants":
@@ -80,8 +80,8 @@ def _tenants(name: str, keys: str, known: Sequence[Tenant]) -> tuple[Tenant, ...
         named = [tenant for tenant in known if key == tenant.label or Tenant.of(key) == tenant]
         if len(named) != 1:
             shown = repr(key[:_SHOWN] + "..." if len(key) > _SHOWN else key)
-            raise ValueError(f"{FLAG} {name}: no API key {shown}: allowed are {EVERYBODY}, the keys, or {labels}")
+            raise ValueError(f"{SHARE} {name}: no API key {shown}: allowed are {EVERYBODY}, the keys, or {labels}")
         if named[0] in found:
-            raise ValueError(f"{FLAG} {name}: the API key {named[0].label} is given twice")
+            raise ValueError(f"{SHARE} {name}: the API key {named[0].label} is given twice")
         found += named
     return tuple(found)

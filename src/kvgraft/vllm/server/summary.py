@@ -1,0 +1,128 @@
+"""What a server will use, as far as that is known before a model is loaded: for `kvgraft serve --check`."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+
+from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.segments.store import StoreOptions
+from kvgraft.vllm.compat import FLOW
+from kvgraft.vllm.compat.families import is_by_head, is_plain
+from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
+from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
+
+GIB = 1 << 30
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What will be used, and what is off.
+
+    Attributes:
+        uses: values by what they are.
+        off: reasons by feature.
+    """
+
+    uses: dict[str, str]
+    off: dict[str, str]
+
+    @classmethod
+    def of(cls, args: Namespace, config: VllmConfig) -> "Summary":
+        """Of arguments that were checked, and vLLM's configuration."""
+        uses = _model(args, config) | _address(args)
+        if args.no_kvgraft:
+            return cls(uses, {"reuse": "--no-kvgraft"})
+        settings = KVGraftSettings.of(config)
+        return cls(uses | _reuse(settings), dict(_off(args, settings, config)))
+
+
+def _model(args: Namespace, config: VllmConfig) -> dict[str, str]:
+    model, cache = config.model_config, config.cache_config
+    names = ", ".join(args.served_model_name or [model.model])
+    pool = f"{cache.gpu_memory_utilization:.0%} of device memory, without weights and activations"
+    if cache.kv_cache_memory_bytes:
+        pool = f"{cache.kv_cache_memory_bytes / GIB:.2f} GiB"
+    tokens = config.scheduler_config.max_num_batched_tokens
+    return {
+        "model": model.model,
+        "model class": model.architecture,
+        "served as": names,
+        "dtype": f"{str(model.dtype).removeprefix('torch.')}, KV cache {cache.cache_dtype}",
+        "longest prompt and answer": f"{model.max_model_len} tokens",
+        "KV cache": f"{pool}, blocks of {cache.block_size} tokens",
+        "tokens of a step": str(tokens),
+        "ranks": str(config.parallel_config.world_size),
+    }
+
+
+def _address(args: Namespace) -> dict[str, str]:
+    scheme = "https" if args.ssl_certfile else "http"
+    address = f"unix:{args.uds}" if args.uds else f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"  # noqa: S104
+    if args.no_kvgraft:
+        return {"address": address}
+    num_keys = len(Keys.of(args).api_keys)
+    tenants = f"{num_keys}, one for each API key" if num_keys else "1, whoever reaches the address"
+    return {"address": address, "tenants": tenants}
+
+
+def _reuse(settings: KVGraftSettings) -> dict[str, str]:
+    profile, target = settings.policy_profile, settings.guard_target
+    uses = {"policy": settings.default_policy}
+    if profile is not None:
+        uses["policy profile"] = f"{settings.profile} ({profile.name})"
+    uses["mode"] = settings.mode
+    uses["costs"] = settings.costs
+    uses["greatest depth"] = "no limit" if settings.max_depth == MAX_DEPTH else str(settings.max_depth)
+    if settings.store is not None:
+        uses["store"] = _store(settings.store)
+    if settings.guard:
+        uses["guard"] = f"{settings.guard:.1%} of approximate answers, target {target or 'none'}"
+    if settings.refresh:
+        uses["refresh"] = f"{settings.refresh:.1%} of prompt tokens"
+    if settings.exact_for:
+        uses["exact for"] = ", ".join(settings.exact_for)
+    return uses
+
+
+def _store(options: StoreOptions) -> str:
+    tiers = [f"{options.ram_gib:g} GiB of host memory"] if options.ram_gib else []
+    if options.directory is not None:
+        tiers.append(f"{options.disk_gib:g} GiB in {Path(options.directory).resolve()}")
+    if options.shared_url is not None:
+        tiers.append(f"shared at {options.shared_place}")
+    return ", ".join(tiers) + (" (int8)" if options.int8 else "")
+
+
+def _off(args: Namespace, settings: KVGraftSettings, config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """Features that are off, and why."""
+    if settings.mode == DISCOVER:
+        yield "grafting", f"--kvgraft-mode {DISCOVER}"
+    if not settings.continuation:
+        yield "continuation of conversations", "--no-kvgraft-continuation"
+    if settings.similarity is None:
+        yield "near-duplicates", "no --kvgraft-match similar"
+    if settings.store is None:
+        yield "store", "no --kvgraft-store-dir, -ram-gib or -shared"
+    if not settings.guard:
+        yield "guard", "no --kvgraft-guard"
+    if not settings.refresh:
+        yield "refresh", "no --kvgraft-refresh"
+    if Keys.of(args).admin_key is None:
+        yield "segments API", "no KVGRAFT_ADMIN_KEY"
+    if (config.additional_config or {}).get(FLOW) is None:
+        yield "flow", "no --flow"
+    yield from _off_by_model(config)
+
+
+def _off_by_model(config: VllmConfig) -> Iterator[tuple[str, Any]]:
+    """Policies that this model cannot have."""
+    if not works_by_head(config):
+        yield "policy redknot", f"not for {config.model_config.architecture} (unsupported_model)"
+    elif find_head_map(config) is None:
+        yield "policy redknot", "no head map: kvgraft profile-heads makes one (no_head_map)"
+    if not is_plain(config) or is_by_head(config):
+        yield "policies samkv, condense", f"not for {config.model_config.architecture} (unsupported_model)"
