@@ -1,0 +1,60 @@
+"""A fleet that is told to end takes all with it that it has started, and its clients are told so."""
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fleets import Corpus, running_fleet
+
+from kvgraft.fleet.ingress import RETRY_S
+
+DRAIN_S = 2
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path):
+    """With a request in flight that takes longer than it may."""
+    sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True, "stream": True}
+    sent["max_tokens"] = 3000
+    found: list[httpx.Response] = []
+
+    def ask_meanwhile() -> None:
+        with fleet.http() as client:
+            found.append(client.post("/v1/completions", json=sent | {"stream": False, "max_tokens": 1}))
+
+    with running_fleet(["--replicas", "1", "--drain-s", str(DRAIN_S)], tmp_path / "log", {}) as fleet:
+        fleet.wait_for(1)
+        processes = psutil.Process(fleet.process.pid).children(recursive=True)
+        assert len([one for one in processes if "EngineCore" in " ".join(one.cmdline())]) == 1
+        with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+            texts = stream.iter_text()
+            next(texts)
+            started = time.monotonic()
+            fleet.process.send_signal(signal.SIGINT)
+            later = threading.Timer(DRAIN_S / 2, ask_meanwhile)
+            later.start()
+            last = "".join(texts)
+        later.join()
+        assert fleet.process.wait(60) == 0
+        seconds = time.monotonic() - started
+
+    assert '"finish_reason":"length"' not in last
+    assert json.loads(last.rstrip().rpartition("data: ")[2])["error"]["code"] == 503
+    [refused] = found
+    assert refused.status_code == 503
+    assert refused.headers["Retry-After"] == str(RETRY_S)
+    assert refused.json()["error"]["message"] == "this fleet is ending"
+    deadline = time.monotonic() + 15
+    while alive(processes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert alive(processes) == []
+    assert seconds < 45
