@@ -30,8 +30,9 @@ from fleet import AROUND, DOCUMENT, Traffic, make_traffic, routing_times
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import HOST, reserved_port, running
 from kvgraft.fleet.alike import Alike
-from kvgraft.fleet.application import NAME, FleetOptions, assemble, start_ray
+from kvgraft.fleet.application import NAME, assemble, start_ray
 from kvgraft.fleet.ingress import SHOWN_S
+from kvgraft.fleet.options import FleetOptions
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.server.keys import Keys
 from load import Spread

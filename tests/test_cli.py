@@ -168,6 +168,11 @@ def test_help_loads_no_heavy_library(tmp_path: Path):
     assert imported_by(tmp_path, *([*name, "--help"] for name in names)) == set()
 
 
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert run(app, ["--version"]) == 0
+    assert capsys.readouterr().out == f"kvgraft {kvgraft.__version__}\n"
+
+
 def test_a_stores_directory_is_looked_at_without_torch(tmp_path: Path):
     with SegmentStore(block_size=SIZE, ram_bytes=0, directory=tmp_path / "store", disk_bytes=1 << 24) as store:
         put(store, make_chunk(1))

@@ -18,7 +18,7 @@ import yaml
 from markdown.extensions.toc import slugify
 from ray.serve.schema import ServeDeploySchema
 
-from kvgraft.fleet.application import FleetOptions, _options, _parser
+from kvgraft.fleet.options import FleetOptions, _options, _parser
 from kvgraft.vllm.server.arguments import _make_parser
 
 ROOT = Path(__file__).parents[2]

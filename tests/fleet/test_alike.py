@@ -3,7 +3,8 @@
 import pytest
 
 from kvgraft.fleet.alike import Alike
-from kvgraft.fleet.application import FleetOptions, must_be_alike
+from kvgraft.fleet.application import must_be_alike
+from kvgraft.fleet.options import FleetOptions
 
 NAMES = ("KVGRAFT_ADMIN_KEY", "VLLM_API_KEY", "KVGRAFT_CACHE_SECRET")
 

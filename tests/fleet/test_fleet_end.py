@@ -1,7 +1,10 @@
-"""A fleet that is told to end takes all with it that it has started, and its clients are told so."""
+"""A fleet that cannot start says so in one line; one that is told to end takes all with it that it has started."""
 
 import json
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -58,3 +61,28 @@ def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path
         time.sleep(0.2)
     assert alive(processes) == []
     assert seconds < 45
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "--port 99999: allowed are 0 to 65535"),
+        (["--kvgraft-store-dir", "/proc/kvgraft"], "/proc/kvgraft: nothing can be written there"),
+        (["--ssl-certfile", "/no.pem"], "--ssl-certfile /no.pem: there is no such file"),
+        (["./no-model"], "there is no model ./no-model"),
+        (["--check"], "--check: ask `kvgraft serve --check`"),
+        ([], "another process listens there; end it, or give another port"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_fleet_that_cannot_start_says_so_before_ray_starts(arguments: list[str], message: str):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = ["--port", str(busy.getsockname()[1])] if not arguments else []
+        command = [sys.executable, "-m", "kvgraft", "fleet", *arguments, *port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvgraft: ")
+    assert ended.stderr.count("\n") == 1
+    assert message in ended.stderr

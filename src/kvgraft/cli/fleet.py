@@ -30,6 +30,9 @@ def run_fleet(context: typer.Context) -> None:
     """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet run --help` has its
     options, which go with any flag of `kvgraft serve`."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # or lines of servers would be left out; read when Ray is imported
+    from kvgraft.fleet.options import read_command
+
+    options, args = read_command(context.args)  # what is wrong is said before Ray is imported
     from kvgraft.fleet.application import run
 
-    run(context.args)
+    run(options, args)

@@ -4,7 +4,7 @@ import os
 import secrets
 import signal
 import threading
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,70 +20,15 @@ from kvgraft.evaluate.servers import KVGRAFT
 from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.ending import end_fleet
 from kvgraft.fleet.ingress import Ingress
-from kvgraft.fleet.ranking import IMBALANCE
+from kvgraft.fleet.options import FleetOptions
 from kvgraft.fleet.replica import INGRESS, REPLICA, Replica
-from kvgraft.fleet.router import ROUTINGS, SegmentRouter
+from kvgraft.fleet.router import SegmentRouter
 from kvgraft.segments.store.secret import CACHE_SECRET
-from kvgraft.vllm.server.checks import HOST, PORT, address_reasons, check_arguments
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
 
 NAME = "kvgraft"
 IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
 QUIET = LoggingConfig(enable_access_log=False)  # the servers log requests already
-OWN = ("--host", "--port", "--uds")  # flags that a fleet gives its servers
-
-
-class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet. The fields are the `args` of an application in a configuration file of Ray Serve, too.
-
-    Attributes:
-        model: directory or name; None: the bundled one.
-        arguments: any flags of `kvgraft serve`, the same for all servers.
-        replicas: how many servers.
-        autoscaling: instead, what Ray Serve calls `autoscaling_config`.
-        cpus, gpus: of one server, as Ray counts them.
-        ingresses: how many processes take requests.
-        routing: one of `ROUTINGS`; all but the first for comparisons.
-        imbalance: see `Ranking`.
-        sketch_s: seconds between two sketches of what a server holds.
-        drain_s: seconds that a server which is to end has for what it has in flight.
-
-    Raises:
-        ValueError: a field out of its range.
-    """
-
-    model: str | None = None
-    arguments: list[str] = []
-    replicas: int = 2
-    autoscaling: dict[str, Any] | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
-    ingresses: int = 1
-    imbalance: float = IMBALANCE
-    routing: str = ROUTINGS[0]
-    sketch_s: float = 2.0
-    drain_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "ingresses", "sketch_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
-        for name in ("cpus", "gpus", "drain_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
-        if self.routing not in ROUTINGS:
-            raise ValueError(f"routing is {self.routing!r}, must be one of {', '.join(ROUTINGS)}")
-        if not self.imbalance >= 1:
-            raise ValueError(f"imbalance is {self.imbalance}, must be at least 1")
-        if {"--check", "--json"} & {*self.arguments}:
-            raise ValueError("--check: ask `kvgraft serve --check` with the flags of the servers")
-        if own := [flag for flag in self.arguments if flag.partition("=")[0] in OWN]:
-            raise ValueError(f"{own[0]}: a fleet sees itself to where its servers listen")
-
-    @property
-    def command(self) -> list[str]:
-        """The arguments of each server."""
-        return [*([self.model] if self.model is not None else []), *self.arguments]
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -143,16 +88,16 @@ def must_be_alike(options: FleetOptions) -> list[str]:
     return [*(name for name, given in flags.items() if given is None), *({CACHE_SECRET} & os.environ.keys())]
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(options: FleetOptions, args: Namespace) -> None:
     """`kvgraft fleet`: serve on this machine until it is told to stop, by SIGTERM or Ctrl-C, then finish what is in
     flight. On a Ray cluster: start the fleet, or replace the one that runs there step by step, and leave it there.
+
+    Args:
+        options, args: see `read_command`.
 
     Raises:
         ValueError: what was given does not go together, or no server has started.
     """
-    args, rest = _parser().parse_known_args(list(arguments))
-    options = _options(args, rest)
-    _check_early(options, args)
     _check_exposure(options, args.host)
     app = application(options)
     start_ray(options, args.host, args.port, args.address)
@@ -175,15 +120,6 @@ def _start(app: Application) -> None:
         serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ValueError(f"the fleet has not started, see what its servers say: {error}") from error
-
-
-def _check_early(options: FleetOptions, args: Namespace) -> None:
-    """Refuse in seconds what can be seen without vLLM. Paths and ports are those of this machine, so nothing of them is
-    known of a cluster."""
-    if args.address is None:
-        if reasons := list(address_reasons(args.host, args.port)):
-            raise ValueError("; ".join(reasons))
-        check_arguments(options.command, listens=False)
 
 
 def _interrupt(*_: object) -> None:
@@ -245,59 +181,3 @@ def _environment(options: FleetOptions) -> dict[str, str]:
     if options.gpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, int(options.cpus)))}
-
-
-def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
-    has_model = bool(rest) and not rest[0].startswith("-")
-    given = {name: value for name, value in vars(args).items() if name not in ("host", "port", "address")}
-    if (scaling := given["autoscaling"]) is not None:
-        try:
-            given["autoscaling"] = msgspec.json.decode(scaling, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"--autoscaling {scaling!r} is no JSON object: {error}") from error
-    return FleetOptions(model=rest[0] if has_model else None, arguments=list(rest[has_model:]), **given)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="kvgraft fleet",
-        usage="kvgraft fleet [MODEL] [--replicas N] [options] [any flag of kvgraft serve]",
-        description="Several servers behind one address; each prompt goes to where most of its text is known.",
-        allow_abbrev=False,
-    )
-    defaults = FleetOptions()
-    parser.add_argument("--replicas", type=int, default=defaults.replicas, help="Servers (default: %(default)s).")
-    parser.add_argument(
-        "--autoscaling",
-        metavar="JSON",
-        help='Instead: the autoscaling_config of Ray Serve, {"max_replicas": 8, ...}.',
-    )
-    parser.add_argument("--cpus", type=float, default=defaults.cpus, help="Of one server (default: %(default)s).")
-    parser.add_argument("--gpus", type=float, default=defaults.gpus, help="Of one server (default: %(default)s).")
-    parser.add_argument("--host", default=HOST, help="Where the fleet listens (default: %(default)s).")
-    parser.add_argument("--port", type=int, default=PORT, help="And its port (default: %(default)s).")
-    parser.add_argument("--address", help="Of a Ray cluster; by default one is started on this machine.")
-    parser.add_argument(
-        "--ingresses", type=int, default=defaults.ingresses, help="Processes that take requests (default: %(default)s)."
-    )
-    parser.add_argument(
-        "--imbalance",
-        type=float,
-        default=defaults.imbalance,
-        help="Requests that a server may have in flight, as a multiple of the mean (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--routing",
-        default=defaults.routing,
-        help=f"{', '.join(ROUTINGS)}: by all known text, by beginnings only, or by none (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--sketch-s", type=float, default=defaults.sketch_s, help="Seconds between sketches (default: %(default)s)."
-    )
-    parser.add_argument(
-        "--drain-s",
-        type=float,
-        default=defaults.drain_s,
-        help="Seconds that a server has to end (default: %(default)s)",
-    )
-    return parser

@@ -17,6 +17,7 @@ from kvgraft.segments.fingerprints import Fingerprints
 SILENCE = 30.0  # seconds after which what a server said counts no longer
 HEARTBEAT = 10.0  # seconds after which a server says something new, even if nothing has changed
 TINY = 1e-12  # seconds that a prompt takes at least: costs may be nothing
+ROUTINGS = ("segments", "prefixes", "load", "random")  # by all text, by beginnings only, or by none
 IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, and one request more
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvgraft.fleet import figures  # not what is in it: Ray copies this class, with all that it names
-from kvgraft.fleet.ranking import IMBALANCE, Ranking, Report
+from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS, Ranking, Report
 from kvgraft.fleet.requests import FleetRequest
 
-ROUTINGS = ("segments", "prefixes", "load", "random")  # by all text, by beginnings only, or by none
 logger = logging.getLogger("ray.serve")
 
 
