@@ -39,6 +39,8 @@ LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers 
 TOLD_S = 5.0  # or what they were told
 SHOWN_S = 1.0  # for which metrics are shown again
 RETRY_S = 10  # after which clients of a fleet that ends may ask again: another one may be there then
+LAST = b"data: [DONE]\n\n"  # of a stream
+CUT_S = 1.0  # in which a stream has its next token
 LONG = 1 << 16  # bytes of a body that others need not wait for
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
@@ -63,7 +65,7 @@ class Ingress:
         self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
         self._changes, self._has_learnt = Changes(), False
         self._in_flight: set[asyncio.Task[Any]] = set()
-        self._is_closing = False
+        self._is_closing = self._is_cut = False
         self._shown: asyncio.Task[bytes] | None = None  # metrics
         self._shown_until = 0.0
 
@@ -130,7 +132,7 @@ class Ingress:
                 first = await anext(answer, b"")
                 if not head.is_stream:
                     return _answer(head, first + b"".join([part async for part in answer]))
-                return with_headers(StreamingResponse(_rest(first, answer), head.status), head)
+                return with_headers(StreamingResponse(self._rest(first, answer), head.status), head)
             except (*FAILED, RayTaskError) as error:
                 cause = getattr(error, "cause", None)
                 if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
@@ -148,6 +150,24 @@ class Ingress:
                 raise
         return Refused(503, "two replicas have failed before they answered").response
 
+    async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:
+        """A stream as it comes. If the client leaves, so does the request; if the replica fails, or the
+        fleet ends, the client is told."""
+        try:
+            yield first
+            async for chunk in answer:
+                yield chunk
+                if self._is_cut and chunk.endswith(b"\n\n") and not chunk.endswith(LAST):  # a whole event
+                    yield _error("this fleet has ended")
+                    return
+        except (*FAILED, RayTaskError) as error:
+            logger.warning("a replica failed within a stream: %s", type(error).__name__)
+            FIGURES.failed.labels("stream").inc()
+            yield _error("the server of this request has failed")
+        finally:
+            with suppress(Exception):
+                answer.cancel()
+
     async def _ask_all(self, request: FleetRequest) -> Response:
         """What changes the state of a server is asked of each that there is."""
         request = replace(request, at=time.time_ns())
@@ -158,11 +178,14 @@ class Ingress:
         return together(answers)
 
     async def drain(self, within_s: float) -> int:
-        """Refuse new requests from now on, and wait for those in flight; how many are left after so many seconds."""
+        """Refuse new requests from now on, and wait so many seconds for those in flight. Then streams end with an error
+        at their next token; how many requests are left."""
         self._is_closing = True
-        deadline = time.monotonic() + within_s
-        while self._in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        for seconds in (within_s, CUT_S):
+            deadline = time.monotonic() + seconds
+            while self._in_flight and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+            self._is_cut = True
         return len(self._in_flight)
 
     async def told(self) -> Told:
@@ -227,17 +250,7 @@ def with_headers(response: Response, head: Head) -> Response:
     return response
 
 
-async def _rest(first: bytes, answer: Any) -> AsyncGenerator[bytes]:
-    """A stream as it comes. If the client leaves, so does the request; if the replica fails, the client is told."""
-    try:
-        yield first
-        async for chunk in answer:
-            yield chunk
-    except (*FAILED, RayTaskError) as error:
-        logger.warning("a replica failed within a stream: %s", type(error).__name__)
-        FIGURES.failed.labels("stream").inc()
-        told = {"error": {"message": "the server of this request has failed", "type": "server_error", "code": 503}}
-        yield b"data: " + msgspec.json.encode(told) + b"\n\n"
-    finally:
-        with suppress(Exception):
-            answer.cancel()
+def _error(message: str) -> bytes:
+    """The event with which a stream ends that cannot go on."""
+    told = {"error": {"message": message, "type": "server_error", "code": 503}}
+    return b"data: " + msgspec.json.encode(told) + b"\n\n"
