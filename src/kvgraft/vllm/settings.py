@@ -17,12 +17,6 @@ from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
 
-RENAMED = {  # settings by the names that they had
-    "exits": "residual_layers", "approximate_sources": "max_depth", "min_graft_tokens": "exact_value",
-    "min_graft_share": "exact_value",
-}  # fmt: skip
-
-
 MODES = ("live", "discover")
 DISCOVER = "discover"
 TOOLS, JSON = "tools", "json"
@@ -163,8 +157,7 @@ class KVGraftSettings:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                hint = f"it is called {RENAMED[name]}" if name in RENAMED else f"allowed are {', '.join(known)}"
-                raise ValueError(f"no KVGraft setting {name!r}: {hint}")
+                raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
         settings = cls(**given)
         for name in ("policy", "match", "profile", "head_map"):
             if not isinstance(value := getattr(settings, name), str | None):

@@ -121,19 +121,6 @@ def test_an_empty_key_is_refused_not_taken_for_none(flags: list[str], message: s
         parse(flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "now"),
-    [
-        (["--kvgraft-exits", "2", "3"], "it is called --kvgraft-residual-layers, and takes numbers of layers, now"),
-        (["--kvgraft-approximate-sources"], "it is called --kvgraft-max-depth, and takes a number, now"),
-    ],
-)
-def test_an_old_flag_is_refused_with_the_new_one(flags: list[str], now: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        parse(flags)
-    assert now in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize("variable", [API_KEY, ADMIN_KEY])
 def test_an_empty_key_in_the_environment_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(variable, "")

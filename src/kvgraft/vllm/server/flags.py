@@ -1,16 +1,11 @@
 """Our flags of `kvgraft serve`, beside vLLM's. Needs no vLLM."""
 
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 PREFIX = "kvgraft_"  # of what the flags are called when they are parsed
 SHARE = "--kvgraft-share"
-RENAMED = {  # flags by the names that they had
-    "exits": "--kvgraft-residual-layers, and takes numbers of layers,",
-    "approximate-sources": "--kvgraft-max-depth, and takes a number,",
-}
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -92,8 +87,6 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="+",
         help="Layers of which the residual stream that enters them is kept, for requests with the policy similar.",
     )
-    for flag, now in RENAMED.items():
-        group.add_argument(f"--kvgraft-{flag}", type=partial(_refuse_name, now), nargs="?", const="", help=SUPPRESS)
     for flag, kind, text in FLAGS:
         group.add_argument(f"--kvgraft-{flag}", type=kind, help=text)
     _add_switches(group)
@@ -130,7 +123,3 @@ def _add_owners(group: Any) -> None:
         help="Let these API keys (or their labels; *: all) graft from a namespace that the admin fills; repeatable.",
     )
     group.add_argument("--kvgraft-single-tenant", action="store_true", help="All who reach the server belong together.")
-
-
-def _refuse_name(now: str, _: str) -> None:
-    raise ArgumentTypeError(f"it is called {now} now")
