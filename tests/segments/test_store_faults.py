@@ -2,6 +2,7 @@ import errno
 import json
 import logging
 import multiprocessing
+import os
 import sqlite3
 from contextlib import closing
 
@@ -51,6 +52,36 @@ def test_a_truncated_file_is_damaged(directory, length):
     path = file_of(directory, make_chunk(2))
     path.write_bytes(path.read_bytes()[:length])
     check_lost(directory, [2], "damaged")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "fifo_with_a_writer", "device", "directory"])
+def test_what_is_no_regular_file_is_damaged_and_nobody_waits_for_it(directory, kind):
+    """In a process of its own, as what blocks in `open` does not end."""
+    path, writer = file_of(directory, make_chunk(2)), None
+    path.unlink()
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path, 0o600)
+        writer = os.open(path, os.O_RDWR | os.O_NONBLOCK) if kind == "fifo_with_a_writer" else None
+    reader = multiprocessing.get_context("fork").Process(target=_read_damaged, args=(directory,))
+    reader.start()
+    reader.join(60.0)
+    try:
+        assert reader.exitcode == 0, "it waits, or found something else"
+    finally:
+        reader.kill()
+        reader.join()
+        if writer is not None:
+            os.close(writer)
+
+
+def _read_damaged(directory):
+    with open_store(directory) as store:
+        assert [holds(store, make_chunk(seed)) for seed in SEEDS] == [seed != 2 for seed in SEEDS]
+        assert store.counts["damaged"] == 1
 
 
 @pytest.mark.parametrize("seed", range(8))

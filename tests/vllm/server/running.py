@@ -31,10 +31,11 @@ Process = subprocess.Popen[bytes] | warm.Program
 
 @dataclass(frozen=True)
 class RunningServer:
-    """Where it listens, and clients of it."""
+    """Where it listens, its first process, and clients of it."""
 
     url: str
     log: Path
+    process: Process
 
     def http(self, key: str | None) -> httpx.Client:
         """A client that shows this key."""
@@ -65,7 +66,7 @@ def running(
     """
     environment = {**environment, **SETTINGS}
     with reserved_port() as port, _running([*arguments, "--port", str(port)], log, environment, anew) as process:
-        server = RunningServer(f"http://127.0.0.1:{port}", log)
+        server = RunningServer(f"http://127.0.0.1:{port}", log, process)
         _wait(server, process)
         yield server
 

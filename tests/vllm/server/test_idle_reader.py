@@ -154,6 +154,8 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
         entrances["output_processor"] = SimpleNamespace(process_outputs=None)
         entrances["engine_core"] = SimpleNamespace(add_request_async=None)
         state = ServerState(parse(flags))
+        entrances["vllm_config"] = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+        entrances["is_paused"] = asyncio.Event().wait
         state.connect(SimpleNamespace(**entrances))
         return state
 

@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 from blake3 import blake3
@@ -45,6 +45,15 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. OSError if it is something else: to open a FIFO, or to read from it, could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def make_private_file(path: Path) -> None:
@@ -162,7 +171,7 @@ class PayloadFiles:
             BadPayload: there is none, or it is not the one of this length and digest, or not of this record.
         """
         try:
-            with self.path(record.key).open("rb") as file:
+            with open_regular(self.path(record.key)) as file:
                 if os.fstat(file.fileno()).st_size != num_bytes:
                     raise BadPayload("damaged")
                 data = file.read()

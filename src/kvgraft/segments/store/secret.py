@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvgraft.segments.store.files import private_directory, write_file
+from kvgraft.segments.store.files import open_regular, private_directory, write_file
 
 CACHE_SECRET = "KVGRAFT_CACHE_SECRET"  # noqa: S105 - the name of an environment variable
 SECRET_BYTES = 32
@@ -65,7 +65,9 @@ def _lasting_secret(directory: Path) -> bytes:
 
 
 def _read_secret(path: Path) -> bytes:
-    if len(secret := path.read_bytes()) != SECRET_BYTES:
+    with open_regular(path) as file:
+        secret = file.read()
+    if len(secret) != SECRET_BYTES:
         raise PermissionError(
             f"{path} has {len(secret)} bytes, not {SECRET_BYTES}: remove it, and nothing that is stored is found again"
         )

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvgraft.vllm.compat.support import check_supported
+from kvgraft.vllm.connector.process_signals import leave_signals_to_server
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.scheduler_side import SchedulerSide
 from kvgraft.vllm.connector.worker_side import WorkerSide
@@ -38,6 +39,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
+        leave_signals_to_server()
         at_scheduler = role == KVConnectorRole.SCHEDULER
         self._scheduler_side = SchedulerSide(vllm_config) if at_scheduler else None
         self._worker_side = None if at_scheduler else WorkerSide(vllm_config)

@@ -3,6 +3,8 @@
 import re
 from enum import Enum
 
+from starlette.types import Scope
+
 
 class Access(Enum):
     """`open` to all, for any `key` that the server knows, or for the `admin` key only."""
@@ -12,7 +14,9 @@ class Access(Enum):
     ADMIN = "admin"
 
 
-OPEN_ROUTES = frozenset({"/health", "/metrics", "/metrics/", "/ping"})  # no tenant's data
+HEALTH_ROUTES = frozenset({"/health", "/ping"})
+METRICS_ROUTES = frozenset({"/metrics", "/metrics/"})
+OPEN_ROUTES = HEALTH_ROUTES | METRICS_ROUTES  # no tenant's data
 PAGE = "/kvgraft"
 PAGE_ROUTES = frozenset({PAGE, "/v1/kvgraft/status"})  # read by browsers, which can show a key as a password only
 KEY_ROUTES = PAGE_ROUTES | {
@@ -43,3 +47,10 @@ def access(path: str) -> Access:
     if path in OPEN_ROUTES:
         return Access.OPEN
     return Access.KEY if path in KEY_ROUTES or STORED_RESPONSE.fullmatch(path) else Access.ADMIN
+
+
+def route_path(scope: Scope) -> str:
+    """The path of the route, without the root path of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -22,6 +22,7 @@ from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.given_answers import RAW
 from kvgraft.vllm.server.flags import PREFIX, add_flags
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
+from kvgraft.vllm.server.lifecycle import DRAIN_S
 from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring
 from kvgraft.vllm.server.watching import NUM_LOGPROBS
@@ -78,6 +79,7 @@ def _make_parser() -> FlexibleArgumentParser:
     parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
     parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
     parser.set_defaults(prefix_cache_retention_interval=None)  # grafts need windows wherever they end
+    parser.set_defaults(shutdown_timeout=DRAIN_S)
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
     add_flags(parser)

@@ -160,6 +160,10 @@ class GuardedEngineClient:
         """End a request of `operate` wherever it is, if there is such a one."""
         await self._client.abort(request_id)
 
+    async def abort_all(self) -> None:
+        """End all requests, whoever has sent them."""
+        await self._client.abort([*self._client.output_processor.request_states], internal=True)
+
     async def control(
         self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any = None
     ) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Answers that refuse a request, in the error format of the OpenAI API."""
 
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 
 class Refused(Exception):
@@ -13,7 +15,7 @@ class Refused(Exception):
         status: of HTTP.
         param: what in the request it is about.
         challenge: value of the `WWW-Authenticate` header.
-        retry_after_s: seconds after which the client may ask again.
+        retry_after_s: seconds after which the client may ask again, for the `Retry-After` header.
     """
 
     def __init__(
@@ -30,12 +32,17 @@ class Refused(Exception):
         self.challenge, self.retry_after_s = challenge, retry_after_s
 
     @property
+    def error(self) -> dict[str, Any]:
+        """The error object of the OpenAI API."""
+        phrase = HTTPStatus(self.status).phrase
+        return {"message": str(self), "type": phrase, "param": self.param, "code": self.status}
+
+    @property
     def response(self) -> Response:
         """What the client gets."""
-        error = {"message": str(self), "type": HTTPStatus(self.status).phrase, "param": self.param, "code": self.status}
         headers = {"WWW-Authenticate": self.challenge, "Retry-After": self.retry_after_s}
         given = {name: str(value) for name, value in headers.items() if value is not None}
-        return JSONResponse({"error": error}, self.status, given)
+        return JSONResponse({"error": self.error}, self.status, given)
 
 
 async def answer_refusal(_: Request, refused: Exception) -> Response:
@@ -43,3 +50,11 @@ async def answer_refusal(_: Request, refused: Exception) -> Response:
     if not isinstance(refused, Refused):
         raise refused
     return refused.response
+
+
+async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a connection with an error."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": str(refused)})
+    else:
+        await refused.response(scope, receive, send)

@@ -98,7 +98,23 @@ def add_flags(parser: ArgumentParser) -> None:
         help="Decode steps attend to the blocks that this flow chooses: quest, quest:topk_blocks=64, my_flow.py,... "
         "Flows that keep state need --no-kvgraft and --no-enable-prefix-caching.",
     )
+    group.add_argument(
+        "--kvgraft-engine-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="Without an answer of the engine after which /health says 503; 0: never. Default: 120, on CPUs 330.",
+    )
     group.add_argument("--no-kvgraft", action="store_true", help="Plain vLLM with the same defaults, for comparisons.")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ArgumentTypeError(f"must be a number of seconds, at least 0, got {text}")
+    return seconds
 
 
 def _add_switches(group: Any) -> None:

@@ -10,11 +10,11 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvgraft.vllm.options import KEY, PARAMS, RequestOptions
-from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access, route_path
 from kvgraft.vllm.server.body import Disconnected, misplaced_options, parsed, read_body
 from kvgraft.vllm.server.call import CURRENT, Call
 from kvgraft.vllm.server.engine_client import parse_params
-from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.errors import Refused, refuse
 from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 from kvgraft.vllm.settings import TOOLS
@@ -48,7 +48,7 @@ class ServerMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            path = _path(scope)
+            path = route_path(scope)
             principal = self._authenticate(path, scope)
             if principal is None or scope["type"] == "websocket":
                 body = None
@@ -56,7 +56,7 @@ class ServerMiddleware:
                 body = await read_body(Headers(scope=scope), receive)
                 self._check(body, principal)
         except Refused as refused:
-            await _refuse(refused, scope, receive, send)
+            await refuse(refused, scope, receive, send)
             return
         except Disconnected:
             return
@@ -153,22 +153,9 @@ class _Replay:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-def _path(scope: Scope) -> str:
-    """The path of the route, without the root path of a proxy."""
-    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
 def _has_route(scope: Scope) -> bool:
     """Whether the application answers this path, by whatever method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
-
-
-async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": str(refused)})
-    else:
-        await refused.response(scope, receive, send)
 
 
 def _reporting(call: Call | None, send: Send) -> Send:

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from kvgraft.vllm.server import segments, status
 from kvgraft.vllm.server.errors import Refused, answer_refusal
+from kvgraft.vllm.server.lifecycle import DrainMiddleware
 from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.settings import TOOLS
@@ -45,6 +46,7 @@ class ServerPlugin:
             default=state.default,
             finds_tools=TOOLS in state.settings.exact_for,
         )
+        app.add_middleware(DrainMiddleware, drain=state.drain, silence=state.engine_problem)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Guard the engine client, before the server listens; a server that only renders prompts has none."""

@@ -22,6 +22,7 @@ from kvgraft.vllm.compat.support import check_config
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.server.checks import check_parsed
+from kvgraft.vllm.server.lifecycle import end_children
 from kvgraft.vllm.server.summary import Summary
 from kvgraft.vllm.settings import KVGraftSettings
 
@@ -48,7 +49,10 @@ def serve(arguments: Sequence[str]) -> None:
             check_config(engine_config(args))
         settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
         logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
-    uvloop.run(run_server(args))
+    try:
+        uvloop.run(run_server(args))
+    finally:
+        end_children()
 
 
 def summarize(arguments: Sequence[str]) -> Summary:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kvgraft.vllm.server.engine_client import GuardedEngineClient
+from kvgraft.vllm.server.engine_probe import EngineProbe, default_limit_s
 from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.guarding import ServerGuard
 from kvgraft.vllm.server.idle_reader import IdleReader
 from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.lifecycle import Drain
 from kvgraft.vllm.server.metrics import FirstTokens
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
@@ -35,6 +37,10 @@ class ServerState:
         self.request_log = RequestLog(self.keyring.tenants)
         num_owners = len(self.keyring.tenants) + bool(self.grants.names)
         self.segments = FrozenSegments(lambda: self.engine_client, self.settings.frozen_quota or 1 / num_owners)
+        self.drain = Drain(getattr(args, "shutdown_timeout", 0))
+        limit_s = getattr(args, "kvgraft_engine_timeout", None)
+        self._silence_limit_s = default_limit_s() if limit_s is None else limit_s
+        self._probe: EngineProbe | None = None
         self._engine_client: GuardedEngineClient | None = None
         self._idle_reader: IdleReader | None = None
 
@@ -48,6 +54,15 @@ class ServerState:
         if self._engine_client is None:
             raise RuntimeError("the API server has no engine yet")
         return self._engine_client
+
+    @property
+    def engine_silent_s(self) -> float | None:
+        """Seconds since the engine's last answer; None: there is no engine."""
+        return None if self._probe is None else self._probe.silent_s
+
+    def engine_problem(self) -> str | None:
+        """Why the engine is not healthy, as far as its silence says; None if it is."""
+        return None if self._probe is None else self._probe.problem
 
     def owner(self, label: str | None, namespace: str) -> Tenant:
         """Whose segments the admin means: those of a tenant (None: the only one), or shared ones.
@@ -75,6 +90,8 @@ class ServerState:
         self._engine_client = GuardedEngineClient(
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
+        self._probe = EngineProbe(engine_client, self._silence_limit_s)
+        self.drain.abort_requests = self._engine_client.abort_all
         self._engine_client.exact_for = frozenset(self.settings.exact_for)
 
         model_name = engine_client.vllm_config.model_config.served_model_name

@@ -64,6 +64,7 @@ async def status(request: Request) -> dict[str, Any]:
         "profile": state.default.profile,
         "match": state.settings.match or state.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
+        "engine_silent_s": state.engine_silent_s,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
         "segments": await state.segments.view(principal),
         "guard": state.guard_view(principal),

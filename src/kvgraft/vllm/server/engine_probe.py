@@ -1,0 +1,64 @@
+"""How long the engine has not answered: a frozen engine ends no request and raises no error."""
+
+import asyncio
+import time
+from typing import Any
+
+from prometheus_client import REGISTRY, Gauge
+from vllm import envs
+from vllm.platforms import current_platform
+
+SILENT = "kvgraft:engine_silent_seconds"
+PERIOD_S = 1.0  # between an answer and the next question
+ACCELERATOR_LIMIT_S = 120.0
+CPU_MARGIN_S = 30.0
+
+
+def default_limit_s() -> float:
+    """Seconds of silence after which an engine counts as frozen.
+
+    An engine answers between its steps. On a CPU a step may take minutes, but no longer than vLLM's executor waits
+    for its workers; then vLLM ends the engine itself.
+    """
+    if current_platform.is_cpu():
+        return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS) + CPU_MARGIN_S
+    return ACCELERATOR_LIMIT_S
+
+
+class EngineProbe:
+    """Asks the engine a small question all the time, and exports the age of its last answer.
+
+    Args:
+        client: vLLM's `AsyncLLM`.
+        limit_s: seconds of silence after which the engine counts as frozen; 0: never.
+    """
+
+    def __init__(self, client: Any, limit_s: float) -> None:
+        self._client, self._limit_s = client, limit_s
+        self._answered = time.monotonic()
+        self._task = asyncio.create_task(self._run())
+        if (earlier := REGISTRY._names_to_collectors.get(SILENT)) is not None:
+            REGISTRY.unregister(earlier)  # of an earlier engine of this process
+        self.gauge = Gauge(SILENT, "Seconds since the engine last answered the API server.", ["model_name"])
+        name = client.vllm_config.model_config.served_model_name
+        self.gauge.labels(name).set_function(lambda: self.silent_s)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's last answer."""
+        return time.monotonic() - self._answered
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine is not healthy; None if it is."""
+        silent_s = self.silent_s
+        if not self._limit_s or silent_s <= self._limit_s:
+            return None
+        return f"the engine has not answered for {silent_s:.0f} s, the limit is {self._limit_s:g} s"
+
+    async def _run(self) -> None:
+        """Ask until the engine is dead, which vLLM notices itself."""
+        while True:
+            await self._client.is_paused()  # answered by the engine's main loop, which has no step to run for it
+            self._answered = time.monotonic()
+            await asyncio.sleep(PERIOD_S)
