@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvgraft.fleet.figures import Figures, ReplicaFigures
-from kvgraft.vllm.server.metrics import FirstTokens, GuardMetrics
+from kvgraft.vllm.server.metrics import EngineSilence, FirstTokens, GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -41,7 +41,8 @@ def exported() -> dict[str, Exported]:
         for name, one in METRICS.items()
     }
     fleet = [one for name, one in (vars(Figures()) | vars(ReplicaFigures())).items() if name != "registry"]
-    server = [*vars(FirstTokens("m")).values(), *vars(GuardMetrics("m")).values()]
+    parts = FirstTokens("m"), EngineSilence("m", lambda: 0.0), GuardMetrics("m")
+    server = [one for part in parts for one in vars(part).values()]
     return engine | {
         one._name + ("_total" if one._type == "counter" else ""): Exported(one._type, frozenset(one._labelnames))
         for one in (*(getattr(one, "metric", one) for one in server if not isinstance(one, str)), *fleet)

@@ -175,7 +175,7 @@ def test_metrics_count_what_was_scored(guarded: RunningServer, texts: Any):
     complete(guarded, elsewhere(document))
     scored(guarded, ALICE)
     after = metrics(guarded)
-    for name in ('answers_total{outcome="scored"', "approximate_total", "kl_count", "flips_count"):
+    for name in ('answers_total{model_name="bundled",outcome="scored"', "approximate_total", "kl_count", "flips_count"):
         assert after(name) == before(name) + 1
     assert after("tokens_total") >= before("tokens_total") + 600
     assert 0 < after('bound{measure="flips"') <= 32 * 2

@@ -4,11 +4,11 @@ import asyncio
 import time
 from typing import Any
 
-from prometheus_client import REGISTRY, Gauge
 from vllm import envs
 from vllm.platforms import current_platform
 
-SILENT = "kvgraft:engine_silent_seconds"
+from kvgraft.vllm.server.metrics import EngineSilence
+
 PERIOD_S = 1.0  # between an answer and the next question
 ACCELERATOR_LIMIT_S = 120.0
 CPU_MARGIN_S = 30.0
@@ -37,11 +37,7 @@ class EngineProbe:
         self._client, self._limit_s = client, limit_s
         self._answered = time.monotonic()
         self._task = asyncio.create_task(self._run())
-        if (earlier := REGISTRY._names_to_collectors.get(SILENT)) is not None:
-            REGISTRY.unregister(earlier)  # of an earlier engine of this process
-        self.gauge = Gauge(SILENT, "Seconds since the engine last answered the API server.", ["model_name"])
-        name = client.vllm_config.model_config.served_model_name
-        self.gauge.labels(name).set_function(lambda: self.silent_s)
+        EngineSilence(client.vllm_config.model_config.served_model_name, lambda: self.silent_s)
 
     @property
     def silent_s(self) -> float:

@@ -1,6 +1,6 @@
 """Our flags of `kvgraft serve`, beside vLLM's. Needs no vLLM."""
 
-from argparse import ArgumentParser, BooleanOptionalAction
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable
 from typing import Any
 

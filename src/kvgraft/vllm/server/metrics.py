@@ -1,9 +1,9 @@
-"""Prometheus metrics of the API server: seconds to the first token, and what the guard knows.
+"""Prometheus metrics of the API server: first tokens, the engine's silence, and what the guard knows.
 
 All carry vLLM's label `model_name`, and are of all tenants together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -14,6 +14,7 @@ from kvgraft.segments.matches import depth_name
 from kvgraft.vllm.server.request_log import ABORTED, Entry
 
 FIRST_TOKEN = "kvgraft:time_to_first_token_seconds"  # noqa: S105
+SILENT = "kvgraft:engine_silent_seconds"
 GUARD = "kvgraft:guard_"
 
 TTFT_BUCKETS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0, 120.0)  # seconds
@@ -64,6 +65,19 @@ class FirstTokens(_Metrics):
         """Count a request that ended, if it had a token."""
         if entry.ttft_s is not None:
             self.seconds.labels(entry.outcome).observe(entry.ttft_s)
+
+
+class EngineSilence(_Metrics):
+    """Seconds since the engine last answered the API server.
+
+    Args:
+        silent_s: asked whenever the metric is read.
+    """
+
+    def __init__(self, model_name: str, silent_s: Callable[[], float]) -> None:
+        super().__init__(SILENT, model_name)
+        self.seconds = self._add(Gauge, "", "Seconds since the engine last answered the API server.")
+        self.seconds.set_function(silent_s)
 
 
 class GuardMetrics(_Metrics):
