@@ -450,13 +450,12 @@ def test_a_prompt_waits_for_a_slow_server_once_however_much_it_asks_for(server):
 
 
 def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
-    """A pipe in place of a file: who opens it waits until somebody comes to the other end."""
+    """As a network file system does whose server is gone: whoever opens a file waits."""
     with ExitStack() as stack:
+        held = threading.Event()
+        stack.callback(held.set)
         store = put_and_share(stack, f"file://{tmp_path / 'shared'}", timeout_s=0.2)
-        paths = list((tmp_path / "shared" / "chunks").rglob("*/*"))
-        for path in paths:
-            path.unlink()
-            os.mkfifo(path)
+        monkeypatch.setattr("kvgraft.segments.store.file_place.open_regular", lambda _: held.wait())
         asked_at = time.monotonic() + 3.0  # so that it waits for three seconds
         waiting = threading.Thread(target=store.fetch_from, args=([(make_chunk(1).key, 0)], asked_at))
         waiting.start()
@@ -469,9 +468,7 @@ def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
         assert misses(store) == {"late": 1}
         assert not holds(store, make_chunk(2))
         monkeypatch.setattr("kvgraft.segments.store.shared.FLUSH_S", 1.0)
-        place, held = store._tiers.shared._place, threading.Event()
-        place.put = lambda *_: held.wait()  # a write that hangs
-        stack.callback(held.set)
+        store._tiers.shared._place.put = lambda *_: held.wait()  # a write that hangs
         put(store, make_chunk(4))
         closing_it = threading.Thread(target=store.close)
         closing_it.start()
