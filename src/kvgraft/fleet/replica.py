@@ -32,7 +32,8 @@ from kvgraft.segments.fingerprints import Fingerprints
 
 LEFT_OUT = ("date", "server")  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
-LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics are waited for
+READ_S = 1800.0  # between two parts of an answer; one that is no stream comes as a whole
+LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics and its health are waited for
 IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
 METRICS_S = 5.0  # between two looks at the metrics of the server
@@ -172,7 +173,7 @@ class Replica:
         """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
         if self._is_closing.is_set():  # no other one is wanted
             return
-        async with self._http().get(f"{self._server.url}/health") as answer:
+        async with self._http().get(f"{self._server.url}/health", timeout=LOOK) as answer:
             answer.raise_for_status()
         if self._taking_over is None:
             await self._take_over()
@@ -225,7 +226,7 @@ class Replica:
     def _http(self) -> aiohttp.ClientSession:
         """Made in the event loop that it is used in."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
             self._session = aiohttp.ClientSession(
                 timeout=timeout,
