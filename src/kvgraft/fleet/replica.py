@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,7 @@ LEFT_OUT = ("date", "server")  # of answers: whoever answers the client sends th
 CONNECT_S = 10.0
 READ_S = 1800.0  # between two parts of an answer; one that is no stream comes as a whole
 LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics and its health are waited for
+FAILED_CHECKS = 3  # of health, in a row, after which Ray replaces a replica
 IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
 METRICS_S = 5.0  # between two looks at the metrics of the server
@@ -89,6 +91,7 @@ class Replica:
         self._changes, self._changing = Changes(), asyncio.Lock()
         self._taking_over: asyncio.Task[None] | None = None
         self._figures = ReplicaFigures()
+        self._failed_checks = 0  # in a row
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
@@ -173,8 +176,18 @@ class Replica:
         """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
         if self._is_closing.is_set():  # no other one is wanted
             return
-        async with self._http().get(f"{self._server.url}/health", timeout=LOOK) as answer:
-            answer.raise_for_status()
+        try:
+            async with self._http().get(f"{self._server.url}/health", timeout=LOOK) as answer:
+                answer.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError):
+            self._failed_checks += 1
+            if self._failed_checks == FAILED_CHECKS:
+                # Ray would wait for what is in flight and then kill this process only: an engine that is
+                # frozen notices no parent that is gone, and would keep its memory.
+                with suppress(ProcessLookupError):
+                    os.killpg(self._server.process.pid, signal.SIGKILL)
+            raise
+        self._failed_checks = 0
         if self._taking_over is None:
             await self._take_over()
             self._taking_over = asyncio.create_task(self._take_over(AGAIN_S))
