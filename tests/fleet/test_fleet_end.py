@@ -24,6 +24,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # with seconds that need a core of its own
 def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path):
     """With a request in flight that takes longer than it may."""
     sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True, "stream": True}

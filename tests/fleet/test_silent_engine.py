@@ -15,6 +15,7 @@ NUM_REQUESTS = 60
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # it freezes what it needs all cores for
 def test_a_frozen_engine_leaves_the_fleet_and_no_request_is_lost(tmp_path: Path):
     corpus = Corpus(23, 12)
     flags = ["--replicas", "2", "--drain-s", "5", "--kvgraft-engine-timeout", str(TIMEOUT_S)]
