@@ -16,13 +16,14 @@ def end_with_parent() -> None:
 
     Only processes that vLLM has started are watched: a server that a shell has started outlives the shell.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None or any(thread.name == _NAME for thread in threading.enumerate()):
+    is_child = multiprocessing.parent_process() is not None
+    if not is_child or any(thread.name == _NAME for thread in threading.enumerate()):
         return
-    threading.Thread(target=_watch, args=(parent.pid,), name=_NAME, daemon=True).start()
+    # With a fork server the parent is that server, not the process that asked for this one; both end together.
+    threading.Thread(target=_watch, args=(os.getppid(),), name=_NAME, daemon=True).start()
 
 
-def _watch(parent: int | None) -> None:
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_S)
 
