@@ -179,9 +179,10 @@ def render(profile: PolicyProfile) -> RenderableType:
 
 
 def _alike(difference: Interval | None) -> tuple[str, str]:
-    return (
-        ("-", "") if difference is None else ("{:+.0%}".format(*difference), "{1:+.0%} to {2:+.0%}".format(*difference))
-    )
+    if difference is None:
+        return "-", ""
+    value, low, high = difference
+    return f"{value:+.0%}", f"{low:+.0%} to {high:+.0%}"
 
 
 def _measured(summary: Summary) -> MeasuredPolicy:
