@@ -183,14 +183,14 @@ def test_only_the_fleet_uses_its_ray(fleet: RunningFleet):
 
 def test_who_leaves_is_computed_no_longer(fleet: RunningFleet):
     prompt, _ = Corpus(5, 1).prompt(0)
-    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 8}
     with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
         texts = stream.iter_text()  # which ends the request when it is gone
         begun = next(texts)
         assert stream.status_code == 200, begun
-        assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 1)
+        assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 8)
     assert wait_until(lambda: fleet.total("vllm:num_requests_running") == 0)
-    assert fleet.total("vllm:generation_tokens_total") < 2500
+    assert fleet.total("vllm:generation_tokens_total") < 7 * 3000
 
 
 def wait_until(happened: Callable[[], bool]) -> bool:

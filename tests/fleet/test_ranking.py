@@ -116,6 +116,17 @@ def test_a_report_of_what_was_sent_from_here_and_has_been_answered_since_keeps_n
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a", "others have sent that"
 
 
+def test_a_report_made_before_the_last_answer_keeps_nobody_waiting(clock: Clock):
+    ranking = ranking_of(clock, a=report(), b=report())
+    for text in (FIRST, SECOND):
+        ranking.sent("b", text)
+        assert ranking.rank(text, {"a": 0, "b": 0}).servers[0] == "b", "it has been answered"
+        ranking.hear("b", report(FIRST, waiting_s=0.25, pace=4.0))
+        assert ranking.rank(text, {"a": 0, "b": 0}).servers[0] == "b"
+    ranking.hear("b", report(FIRST, waiting_s=0.25, pace=4.0))
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "a", "others have sent that"
+
+
 @pytest.mark.parametrize("pace", [0.5, 1.0, 4.0])
 def test_what_waits_is_read_at_the_pace_of_the_server(clock: Clock, pace: float):
     ranking = ranking_of(clock, a=report(pace=pace), b=report(FIRST, pace=pace))

@@ -60,6 +60,7 @@ class _State:
     free_at: float  # when all prompts that were sent there will have been read, as far as can be told
     others_free_at: float  # when those will that others have sent
     sent_s: float  # expected seconds of those that were sent from here, and may be in flight
+    answered_s: float = 0.0  # of those answered since `heard`: the next report may have been made before
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Ranking(Generic[Server]):
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
         now, before = self._clock(), self._servers.get(server)
-        sent_s = before.sent_s if before is not None else 0.0
-        others_s = max(report.waiting_s - sent_s, 0.0)
+        sent_s, answered_s = (before.sent_s, before.answered_s) if before is not None else (0.0, 0.0)
+        others_s = max(report.waiting_s - sent_s - answered_s, 0.0)
         free_at, others_free_at = (now + seconds * report.pace for seconds in (report.waiting_s, others_s))
         self._servers[server] = _State(report, now, free_at, others_free_at, sent_s)
 
@@ -133,7 +134,8 @@ class Ranking(Generic[Server]):
         for number, (state, load) in enumerate(zip(states, loads.tolist(), strict=True)):
             if state is not None:
                 free_at[number] = state.free_at if load else state.others_free_at
-                state.sent_s *= load > 0
+                if not load:
+                    state.answered_s, state.sent_s = state.answered_s + state.sent_s, 0.0
         seconds = np.maximum(free_at - now, 0.0)
         known, informed = np.zeros(len(servers)), bool(is_heard.any())
         if informed:
