@@ -24,7 +24,7 @@ from rich.progress import track
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments import index
 from kvgraft.segments.index import VirtualBlockIndex
 from launches import SHAPE, VOCAB
@@ -34,7 +34,7 @@ from ttft import make_model
 DOCUMENT_TOKENS = 256
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "hash": ((Offer, "chains"), (index, "window_hashes")),
+    "hash": ((BlockProvenance, "chains"), (index, "window_hashes")),
     "look up": ((CacheLookup, "_exact_hits"), (VirtualBlockIndex, "_candidates")),
     "select": ((VirtualBlockIndex, "_claim"), (VirtualBlockIndex, "_extend"), (VirtualBlockIndex, "_as_matches")),
     "plan": ((Memory, "_start"),),

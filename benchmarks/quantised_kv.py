@@ -92,7 +92,7 @@ def make_prompts(model: Path, items: int, length: int, seed: int, patterns: Sequ
 def answer_inside(
     model: str, cache: str, policies: Sequence[str], prompts: Sequence[Prompt], most: int
 ) -> list[dict[str, Any]]:
-    """What the process of one cache does: per prompt, by policy, a `Told`."""
+    """What the process of one cache does: per prompt, by policy, a `ReplayedState`."""
     from vllm import LLM, SamplingParams
 
     from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
@@ -108,7 +108,7 @@ def answer_inside(
     def ask(tokens: Sequence[int], options: dict[str, Any], salt: str, number: int) -> Told:
         extra = {"kv_transfer_params": {"kvgraft": options}}
         sampling = SamplingParams(max_tokens=number, temperature=0, logprobs=MOST_LIKELY, extra_args=extra)
-        sampling.ignore_eos = "answer" in options
+        sampling.ignore_eos = "forced_output" in options
         [found] = llm.generate([{"prompt_token_ids": list(tokens), "cache_salt": salt}], sampling, use_tqdm=False)
         answer, report = found.outputs[0], found.kv_transfer_params["kvgraft"]
         places = [{token: told.logprob for token, told in place.items()} for place in answer.logprobs]
@@ -116,13 +116,13 @@ def answer_inside(
 
     answers = []
     for number, prompt in enumerate(prompts):
-        given = {"answer": list(prompt.answer)} if prompt.answer else {}
+        given = {"forced_output": list(prompt.answer)} if prompt.answer else {}
         found = {FULL: ask(prompt.tokens, {"reuse": "off", **given}, f"{number} in full", len(prompt.answer) or most)}
-        given = {"answer": list(found[FULL].answer)}
+        given = {"forced_output": list(found[FULL].answer)}
         for text in () if number and prompt.item == prompts[number - 1].item else prompt.read:
             ask(text, {"reuse": "off"}, prompt.item, 1)
         for policy in policies:
-            found[policy] = ask(prompt.tokens, {"policy": policy, **given}, prompt.item, len(given["answer"]))
+            found[policy] = ask(prompt.tokens, {"policy": policy, **given}, prompt.item, len(given["forced_output"]))
         answers.append({policy: asdict(told) for policy, told in found.items()})
         print(cache, number, file=sys.stderr, flush=True)
     return answers
@@ -260,7 +260,11 @@ def main(
 
 def _prompt(read: dict[str, Any]) -> Prompt:
     return Prompt(
-        read["item"], read["pattern"], tuple(map(tuple, read["read"])), tuple(read["tokens"]), tuple(read["answer"])
+        read["item"],
+        read["pattern"],
+        tuple(map(tuple, read["read"])),
+        tuple(read["tokens"]),
+        tuple(read["answer"]),
     )
 
 

@@ -3,7 +3,7 @@
     python benchmarks/replay.py                            # generated sessions (see sessions.py), random model
     python benchmarks/replay.py --kind mixed --model DIR --sessions 16 --plot replay.png
     python benchmarks/replay.py --trace FILE_OR_DIR --tiny # recorded ones, up to 64K tokens: counts tokens, not time
-    python benchmarks/replay.py --discover                 # does one that only discovers foretell what a live one does?
+    python benchmarks/replay.py --shadow                 # does one that only discovers foretell what a live one does?
 
 Both servers get the same requests, in turn: one request each, or with several sessions at once (--concurrency, --rate,
 --batch) a batch of sessions each. Without `--model` the model is random and knows no words: its prompts are hashed
@@ -51,7 +51,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
 }  # fmt: skip
 OURS = ["--kvgraft-continuation"]
-DISCOVER = ("--kvgraft-mode", "discover")
+SHADOW = ("--kvgraft-mode", "shadow")
 KIND, SCALE = "reordered", 0.1
 errors = Console(stderr=True)
 
@@ -73,9 +73,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Sessions before the other's turn; 0: those at once, or a request.")] = 0,
     shared: Annotated[bool, typer.Option("--shared", help="One namespace for all sessions.")] = False,
     ours: Annotated[list[str], typer.Option(help="A flag of our server (repeatable).")] = OURS,
-    discover: Annotated[
-        bool, typer.Option("--discover", help="Instead of plain vLLM: ours that only discovers.")
-    ] = False,
+    shadow: Annotated[bool, typer.Option("--shadow", help="Instead of plain vLLM: ours that only discovers.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the servers.")] = "float32",
     kv_gib: Annotated[int, typer.Option(min=1, help="Memory of each server's KV pool.")] = 2,
     threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
@@ -104,13 +102,13 @@ def main(
         name = str(model or ("random, tiny" if tiny else f"random, {LAYERS} layers"))
         head = configuration(settings, name) | {"traffic": told, "sessions": len(scripts), "our flags": " ".join(ours)}
         console.print(line_of_settings(head), soft_wrap=True)
-        replayed = _serve(settings, [*ours, *DISCOVER] if discover else ["--no-kvgraft"], ours, scripts, sending)
+        replayed = _serve(settings, [*ours, *SHADOW] if shadow else ["--no-kvgraft"], ours, scripts, sending)
     _show(replayed, sending, console, plot)
-    if discover:
+    if shadow:
         console.print(Prediction.of(replayed).line, soft_wrap=True)
     if json_out:
         told_all = as_json(replayed, sending.own_answers)
-        predicted = {"prediction": asdict(Prediction.of(replayed))} if discover else {}
+        predicted = {"prediction": asdict(Prediction.of(replayed))} if shadow else {}
         print(json.dumps({"configuration": head, "sending": asdict(sending)} | told_all | predicted))
 
 

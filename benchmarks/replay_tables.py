@@ -159,7 +159,7 @@ def turns_of(rows: Sequence[TurnRow], total: TurnRow) -> Table:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a server that only discovers said, and what a live one did with the same requests.
+    """What a server in shadow mode said, and what a live one did with the same requests.
 
     Attributes:
         would_graft, grafted: shares of all prompt tokens.
@@ -180,9 +180,9 @@ class Prediction:
         tokens = sum(one.prompt_tokens for one, *_ in pairs)
         live = [(one, two, did) for one, _, two, did in pairs if did["grafted_tokens"]]
         return cls(
-            sum(would["would_graft_tokens"] for _, would, *_ in pairs) / tokens,
+            sum(would["shadow_graftable_tokens"] for _, would, *_ in pairs) / tokens,
             sum(did["grafted_tokens"] for *_, did in pairs) / tokens,
-            sum(_saved(would) for _, would, *_ in pairs if would["would_graft_tokens"]),
+            sum(_saved(would) for _, would, *_ in pairs if would["shadow_graftable_tokens"]),
             sum(_saved(did) for *_, did in live),
             sum(one.ttft_s - two.ttft_s for one, two, _ in live),
         )

@@ -29,8 +29,8 @@ from rich.console import Console
 from fleet import AROUND, DOCUMENT, Traffic, make_traffic, routing_times
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.servers import HOST, reserved_port, running
-from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.application import NAME, assemble, start_ray
+from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.ingress import SHOWN_S
 from kvgraft.fleet.options import FleetOptions
 from kvgraft.testbed import MODEL_DIR
@@ -143,7 +143,7 @@ def fleet(options: FleetOptions) -> Iterator[str]:
         try:
             with errors.status(f"starting {options.replicas} servers"):
                 start_ray(options, HOST, port)
-                application = assemble(options, Keys(), ["stand-in"], Alike.here([]), STANDIN)
+                application = assemble(options, Keys(), ["stand-in"], EnvironmentCheck.here([]), STANDIN)
                 serve.run(application, name=NAME, route_prefix="/")
             yield f"http://{HOST}:{port}"
         finally:

@@ -154,7 +154,7 @@ async def watch(server: Server, load: asyncio.Task[None], minutes: float) -> lis
 
 
 async def settle(traffic: Traffic, total: int) -> dict[str, int]:
-    """Wait until nothing runs and freeze a document; then only frozen blocks may be in use, and none when all segments
+    """Wait until nothing runs and pin a document; then only pinned blocks may be in use, and none when all segments
     are deleted.
 
     Returns:
@@ -163,17 +163,17 @@ async def settle(traffic: Traffic, total: int) -> dict[str, int]:
     findings = traffic.findings
     idle = await until(lambda: _is_idle(traffic))
     findings.expect(idle, f"requests still run {IDLE_TIMEOUT_S:.0f} s after the load")
-    await traffic.freeze(Random(1))
-    await until(lambda: _uses_only_frozen(traffic))
+    await traffic.pin(Random(1))
+    await until(lambda: _uses_only_pins(traffic))
     before = await pool_of(traffic)
-    findings.expect(before["used"] == before["frozen"] > 0, f"idle, with a frozen document, but {before}")
+    findings.expect(before["used"] == before["pinned"] > 0, f"idle, with a pinned document, but {before}")
     findings.expect(before["used"] + before["free"] == total, f"the pool had {total} blocks, and now {before}")
     for key in traffic.keys:
         for segment in await segments_of(traffic, key):
             findings.expect(await traffic.delete_segment(key, segment["name"]) == 200, "a segment cannot be deleted")
-    await until(lambda: _uses_only_frozen(traffic))
+    await until(lambda: _uses_only_pins(traffic))
     after = await pool_of(traffic)
-    findings.expect(after == {"used": 0, "free": total, "frozen": 0}, f"without segments, but {after}")
+    findings.expect(after == {"used": 0, "free": total, "pinned": 0}, f"without segments, but {after}")
     return before
 
 
@@ -186,19 +186,19 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 async def pool_of(traffic: Traffic) -> dict[str, int]:
-    """Blocks by state: used, free, frozen."""
+    """Blocks by state: used, free, pinned."""
     for key in traffic.keys:
         await segments_of(traffic, key)  # a step of the engine, which brings the figures up to date
     answer = await traffic.http.get("/v1/kvgraft/status", headers=bearer(traffic.admin_key))
     pool = answer.raise_for_status().json()["pool"]
-    return {state: int(pool[state]) for state in ("used", "free", "frozen")}
+    return {state: int(pool[state]) for state in ("used", "free", "pinned")}
 
 
 async def segments_of(traffic: Traffic, key: str) -> list[dict[str, Any]]:
-    """The frozen segments of a tenant."""
+    """The pinned documents of a tenant."""
     headers, params = bearer(traffic.admin_key), {"tenant": Tenant.of(key).label}
-    answer = await traffic.http.get("/v1/kvgraft/segments", params=params, headers=headers)
-    return answer.raise_for_status().json()["segments"]
+    answer = await traffic.http.get("/v1/kvgraft/pins", params=params, headers=headers)
+    return answer.raise_for_status().json()["pins"]
 
 
 async def metrics_of(traffic: Traffic) -> dict[str, float]:
@@ -254,9 +254,9 @@ async def _is_idle(traffic: Traffic) -> bool:
     return metrics["vllm:num_requests_running"] == waiting == 0
 
 
-async def _uses_only_frozen(traffic: Traffic) -> bool:
+async def _uses_only_pins(traffic: Traffic) -> bool:
     pool = await pool_of(traffic)
-    return pool["used"] == pool["frozen"]
+    return pool["used"] == pool["pinned"]
 
 
 if __name__ == "__main__":

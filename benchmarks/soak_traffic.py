@@ -69,7 +69,7 @@ class Traffic:
         self.documents = {key: [self.text(rng, 100, 160) for _ in range(DOCUMENTS)] for key in keys}
         self.actions: dict[Callable[[Random], Awaitable[None]], int] = {
             self.grafted: 30, self.fresh: 14, self.check: 12, self.abort_stream: 10, self.abort_prefill: 8,
-            self.stranger: 6, self.freeze: 4, self.delete: 3, self.too_long: 3, self.bad_options: 5, self.bad_http: 5,
+            self.stranger: 6, self.pin: 4, self.delete: 3, self.too_long: 3, self.bad_options: 5, self.bad_http: 5,
         }  # fmt: skip
 
     async def run(self, workers: int, stop: asyncio.Event, max_requests: int) -> None:
@@ -161,14 +161,14 @@ class Traffic:
             self.findings.done["left before the first token"] += 1
         await asyncio.gather(request, return_exceptions=True)
 
-    async def freeze(self, rng: Random) -> None:
-        """Freeze a document of a tenant."""
+    async def pin(self, rng: Random) -> None:
+        """Pin a document of a tenant."""
         key = rng.choice(self.keys)
         number = rng.randrange(DOCUMENTS)
         body = {"name": f"document {number % 6}", "text": self.documents[key][number], "tenant": Tenant.of(key).label}
-        answer = await self.http.post("/v1/kvgraft/segments", json=body, headers=bearer(self.admin_key))
-        self.findings.expect(answer.status_code in (200, 409, 413), f"freeze: {answer.status_code} {answer.text[:80]}")
-        self.findings.done[f"freeze: {answer.status_code}"] += 1
+        answer = await self.http.post("/v1/kvgraft/pins", json=body, headers=bearer(self.admin_key))
+        self.findings.expect(answer.status_code in (200, 409, 413), f"pin: {answer.status_code} {answer.text[:80]}")
+        self.findings.done[f"pin: {answer.status_code}"] += 1
 
     async def delete(self, rng: Random) -> None:
         """Delete a segment that may exist."""
@@ -205,7 +205,7 @@ class Traffic:
 
     async def delete_segment(self, key: str, name: str) -> int:
         """Delete a tenant's segment; returns the status."""
-        url = f"/v1/kvgraft/segments/{name}"
+        url = f"/v1/kvgraft/pins/{name}"
         answer = await self.http.delete(url, params={"tenant": Tenant.of(key).label}, headers=bearer(self.admin_key))
         return answer.status_code
 

@@ -174,7 +174,7 @@ def answers(
         if result.first_logits is None:
             raise RuntimeError(result.error)
         allowance.num_brought += result.report.prompt_tokens
-        num_read = engine.read_anew(max(allowance.left, 0))
+        num_read = engine.idle_refresh(max(allowance.left, 0))
         allowance.num_read += num_read
         yield result.text, result.first_logits, result.report, num_read
 

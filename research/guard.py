@@ -98,7 +98,7 @@ class _Damaging:
         self._ctx.graft(layers)
         where = self._ctx.plan.grafted
         one = torch.ones(int(where.sum()), dtype=torch.long)
-        further = self._ctx.turning(one)
+        further = self._ctx.rotate_keys(one)
         for index in layers:
             keys, values = self._ctx.kv(index, where)
             if self._how == "shift":

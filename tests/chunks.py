@@ -11,7 +11,7 @@ import torch
 from kvgraft.segments.keys import chain_hashes, scope_digest
 from kvgraft.segments.store import Chunk, SegmentStore, StoreDirectory, files
 from kvgraft.segments.store.catalogue import Catalogue
-from kvgraft.segments.store.chunk import Record
+from kvgraft.segments.store.chunk import ChunkRecord
 
 SIZE = 4  # tokens of a block
 SCOPE, OTHER_SCOPE = scope_digest("model", "tenant"), scope_digest("model", "other tenant")
@@ -45,7 +45,9 @@ def make_payload(chunk, dtype=torch.float32):
 
 
 NBYTES = sum(tensor.nbytes for tensor in make_payload(make_chunk(0)).values())  # of four blocks
-FILE = len(files.encode(Record.of(make_chunk(0), make_payload(make_chunk(0)), int8=False), make_payload(make_chunk(0))))
+FILE = len(
+    files.encode(ChunkRecord.of(make_chunk(0), make_payload(make_chunk(0)), int8=False), make_payload(make_chunk(0)))
+)
 FILE += 16  # bytes, of longer source numbers
 
 

@@ -20,7 +20,7 @@ from chunks import SIZE, make_chunk, put
 from kvgraft import Engine
 from kvgraft.cli import app, run
 from kvgraft.engine.request import Report
-from kvgraft.evaluate.compare import Outcome, render
+from kvgraft.evaluate.compare import PolicyOutcome, render
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.prefill.costs import Costs
 from kvgraft.reuse.cost import WORK
@@ -179,7 +179,7 @@ def test_a_stores_directory_is_looked_at_without_torch(tmp_path: Path):
     where = ["--dir", str(tmp_path / "store")]
     key = make_chunk(1).key.hex()
     lines = [["list", *where], ["show", key, *where], ["pin", key, *where], ["gc", *where], ["drop", key, *where]]
-    assert imported_by(tmp_path, *(["segments", *line] for line in lines)) == set()
+    assert imported_by(tmp_path, *(["store", *line] for line in lines)) == set()
 
 
 def test_what_a_program_imports_is_there_when_it_is_asked_for(tmp_path: Path):
@@ -215,7 +215,7 @@ def test_the_example_of_compare_is_grafted(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("noise", [False, True])
 def test_what_compare_prints_fits_80_columns(noise: bool):
     report = Report(prefix_tokens=12345, grafted_tokens=12346, recomputed_tokens=12347, fresh_tokens=12348)
-    one = Outcome("", 12.3456, 10.25, 0.1, True, 0.1234, 0.25, 0.0, 0.75, "the code " * 40, report, 0.31)
+    one = PolicyOutcome("", 12.3456, 10.25, 0.1, True, 0.1234, 0.25, 0.0, 0.75, "the code " * 40, report, 0.31)
     policies = ["full", "sparsex:boundary_layers=2,recompute_share=0.15", *([ORDER_NOISE] if noise else [])]
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render([msgspec.structs.replace(one, policy=policy) for policy in policies]))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvgraft.evaluate.recording import Record, Recording, Wrapped
+from kvgraft.evaluate.recording import PrefillRecord, Recording, Wrapped
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.plan import Plan
@@ -62,7 +62,7 @@ class _Watching(Recording):
     """Another context, of which the first pass through the last layer and the probe's logits are kept."""
 
     def __init__(self, inner: PrefillContext, seen: Seen) -> None:
-        super().__init__(inner, Record(computed=torch.zeros(inner.num_layers, inner.plan.num_tokens, dtype=torch.bool)),
+        super().__init__(inner, PrefillRecord(computed=torch.zeros(inner.num_layers, inner.plan.num_tokens, dtype=torch.bool)),
                          score_layers=False)  # fmt: skip
         self._seen = seen
         self._stored: Tensor | None = None  # logits of the probe with what is stored

@@ -77,7 +77,7 @@ def measure(engine: Engine, flows: Sequence[str], length: int, items: int, seed:
 
 def _ask(engine: Engine, tokens: Sequence[int], most: int, flow: str, answer: Sequence[int] = ()) -> Result:
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    request = Request(tokens, "full", sampling, return_logits=True, flow=flow, answer=answer)
+    request = Request(tokens, "full", sampling, return_logits=True, flow=flow, forced_output=answer)
     [result] = engine.generate([request])
     if result.error:
         raise ValueError(result.error)

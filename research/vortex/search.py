@@ -127,7 +127,7 @@ def search(
     seconds: float = math.inf,
     seed: int = 0,
     length: int = 4096,
-    stages: Sequence[judging.Stage] = judging.STAGES,
+    stages: Sequence[judging.FlowStage] = judging.STAGES,
     on_generation: Callable[[list[FlowScore]], None] | None = None,
 ) -> list[FlowScore]:
     """Judge candidates, a generation at a time, until there are so many or the time is over; those that `out` holds

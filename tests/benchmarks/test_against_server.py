@@ -143,7 +143,7 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
     result, traffic = asyncio.run(run())
     depends_on_speed = ("no preemption", "no aborts")  # in so short a time
     assert [what for what in result.broken if not any(word in what for word in depends_on_speed)] == []
-    assert result.pool["used"] == result.pool["frozen"] > 0
+    assert result.pool["used"] == result.pool["pinned"] > 0
     assert result.metrics["kvgraft:requests_total[grafted]"] > 0
     assert result.rss_mib[-1][1] > 100
     assert traffic.findings.broken["a plain answer differs from that of the fresh server"] == 2

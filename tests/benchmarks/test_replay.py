@@ -245,12 +245,12 @@ def test_the_ratio_is_that_of_sessions():
 
 
 def told(one: Outcome, **more: Any) -> Outcome:
-    estimates = {"would_graft_tokens": 0, "estimated_full_s": None, "estimated_reuse_s": None}
+    estimates = {"shadow_graftable_tokens": 0, "estimated_full_s": None, "estimated_reuse_s": None}
     return replace(one, report={**(one.report or {}), **estimates, **more})
 
 
 def test_what_was_foretold_and_what_came():
-    would = told(answered(3.0, 0), would_graft_tokens=40, estimated_full_s=2.5, estimated_reuse_s=1.0)
+    would = told(answered(3.0, 0), shadow_graftable_tokens=40, estimated_full_s=2.5, estimated_reuse_s=1.0)
     did = told(answered(1.0, 40, grafted=40), estimated_full_s=2.5, estimated_reuse_s=0.5)
     missed = told(answered(3.0, 0)), told(answered(2.0, 0))
     found = Prediction.of([replayed((would, did), missed)])

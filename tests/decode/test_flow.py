@@ -25,7 +25,7 @@ from kvgraft.decode.ops import (
     topK,
 )  # fmt: skip
 from kvgraft.decode.planner import Template, plan, unfused
-from kvgraft.decode.vtensor import Blocks
+from kvgraft.decode.vtensor import NumBlocks
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def test_a_flow_is_traced():
     assert program.caches == {"centroids": (64,)}
     assert [value.operator.name for value in program.cache] == ["Mean"]  # type: ignore[union-attr]
     assert [value.operator.name for value in program.indexer] == ["Transpose", "GeMM", "Max", "topK"]  # type: ignore[union-attr]
-    assert program.indexer[1].shape == (1, Blocks(), 4)
+    assert program.indexer[1].shape == (1, NumBlocks(), 4)
     assert not program.saved
 
 

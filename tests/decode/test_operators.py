@@ -20,7 +20,7 @@ from kvgraft.decode.flow import Caches, Flow, Selection, trace
 from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import OPERATORS
 from kvgraft.decode.planner import plan, unfused
-from kvgraft.decode.vtensor import Layout, VTensor
+from kvgraft.decode.vtensor import EntryLayout, VTensor
 from kvgraft.kernels.dispatch import radix_topk
 from properties import examples
 
@@ -143,11 +143,11 @@ class Sequences:
         rows = self.rows[number]
         return self.x[rows][None], self.y[rows][None], self.query[number][None]
 
-    def vtensors(self, layout: Layout) -> tuple[VTensor, VTensor, VTensor]:
+    def vtensors(self, layout: EntryLayout) -> tuple[VTensor, VTensor, VTensor]:
         """All of them."""
         indptr = torch.tensor([0, *self.lengths.tolist()], device=DEVICE).cumsum(0)
         indices = torch.tensor(list(chain(*self.rows)), device=DEVICE)
-        if layout is Layout.PAGED:
+        if layout is EntryLayout.PAGED:
             return VTensor(self.x, indptr, indices), VTensor(self.y, indptr, indices), VTensor(self.query)
         return VTensor(self.x[indices], indptr), VTensor(self.y[indices], indptr), VTensor(self.query)
 
@@ -161,11 +161,13 @@ class Sequences:
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("layout", [Layout.RAGGED, Layout.PAGED])
+@pytest.mark.parametrize("layout", [EntryLayout.RAGGED, EntryLayout.PAGED])
 @pytest.mark.parametrize("case", CASES)
 @given(lengths=lengths, seed=st.integers(0, 99))
 @examples(8)
-def test_an_operator_is_the_pytorch_operator_on_each_sequence(case: str, layout: Layout, lengths: list[int], seed: int):
+def test_an_operator_is_the_pytorch_operator_on_each_sequence(
+    case: str, layout: EntryLayout, lengths: list[int], seed: int
+):
     found, expected = CASES[case]
     sequences = Sequences(lengths, seed)
     result = found(*sequences.vtensors(layout))

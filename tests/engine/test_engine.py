@@ -135,7 +135,7 @@ def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(mo
     small = Engine(model_dirs["llama"], dtype="float32", num_pages=4)
     results = small.generate([request(20, 1), request(100, 2), request(20, 3)])
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
-    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are frozen): the KV pool must be larger"
+    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are pinned): the KV pool must be larger"
     small.check()
 
 
@@ -177,9 +177,9 @@ def test_a_prompt_by_itself_is_one_prompt(engine: Engine):
         assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
         assert [result.report.prompt_tokens for result in results] == [result.report.prompt_tokens for result in wanted]
     assert {event.index for event in engine.stream(text)} == {0}
-    frozen = [engine.freeze("text", one) for one in (ids, Request(ids))]
-    engine.frozen.delete("text", "default")
-    assert len(frozen[0].pages) == len(frozen[1].pages) == 1
+    pinned = [engine.pin("text", one) for one in (ids, Request(ids))]
+    engine.pins.delete("text", "default")
+    assert len(pinned[0].pages) == len(pinned[1].pages) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,53 +230,53 @@ def test_prompts_of_one_batch_share_its_time_by_what_they_computed(model_dirs: d
     assert short.stages["dense"] / long.stages["dense"] == pytest.approx(40 / 200)
 
 
-def test_frozen_text_outlives_a_flood_and_is_reused(model_dirs: dict[str, Path]):
+def test_pinned_text_outlives_a_flood_and_is_reused(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=40, poison_dropped_pages=True)
     manual = tokens(100, 1)
-    entry = engine.freeze("manual", Request(manual))
+    entry = engine.pin("manual", Request(manual))
     assert len(entry.pages) == 6
     for seed in range(10, 20):
         engine.generate([request(200, seed, max_tokens=1)])
     ask = Request(tokens(9, 2) + manual, "naive", SamplingParams(1), remember=False)
     assert engine.generate([ask])[0].report.grafted_tokens >= 95
     engine.check()
-    engine.frozen.delete("manual", "default")
+    engine.pins.delete("manual", "default")
     for seed in range(20, 30):
         engine.generate([request(300, seed, max_tokens=1)])
     assert engine.generate([ask])[0].report.grafted_tokens == 0
     engine.check()
 
 
-def test_frozen_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, Path]):
+def test_pinned_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
-    engine.freeze("used", Request(tokens(70, 1)))
-    engine.freeze("unused", Request(tokens(70, 2)))
+    engine.pin("used", Request(tokens(70, 1)))
+    engine.pin("unused", Request(tokens(70, 2)))
     engine.generate([Request(tokens(5, 3) + tokens(70, 1), "naive", SamplingParams(1), remember=False)])
-    engine.generate([request(200, 4, max_tokens=1)])  # 13 pages and 8 frozen ones: above 18
-    assert {entry.name: len(entry.pages) for entry in engine.frozen.list()} == {"used": 4, "unused": 1}
+    engine.generate([request(200, 4, max_tokens=1)])  # 13 pages and 8 pinned ones: above 18
+    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {"used": 4, "unused": 1}
     engine.check()
 
 
 def test_a_request_does_not_shed_what_it_uses_itself(model_dirs: dict[str, Path]):
     """Even if nobody used it before: its own pages would free nothing."""
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
-    engine.freeze("wanted", Request(tokens(70, 1)))
-    engine.freeze("other", Request(tokens(70, 2)))
+    engine.pin("wanted", Request(tokens(70, 1)))
+    engine.pin("other", Request(tokens(70, 2)))
     ask = Request(tokens(5, 3) + tokens(70, 1) + tokens(100, 4), "naive", SamplingParams(1), remember=False)
-    [result] = engine.generate([ask])  # 11 pages and 8 frozen ones: above 18
+    [result] = engine.generate([ask])  # 11 pages and 8 pinned ones: above 18
     assert result.report.grafted_tokens >= 64
-    assert {entry.name: len(entry.pages) for entry in engine.frozen.list()} == {"wanted": 4, "other": 3}
+    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {"wanted": 4, "other": 3}
     engine.check()
 
 
 def test_a_request_that_has_to_wait_sheds_nothing(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
-    engine.freeze("manual", Request(tokens(70, 1)))  # 4 pages
+    engine.pin("manual", Request(tokens(70, 1)))  # 4 pages
     running = engine.stream([request(100, 2, max_tokens=100)])  # 13 pages
     next(running)
-    waiting = engine.stream([request(100, 3, max_tokens=20)])  # 8 pages: 4 frozen ones would not help
+    waiting = engine.stream([request(100, 3, max_tokens=20)])  # 8 pages: 4 pinned ones would not help
     next(waiting)  # steps until the other has ended
-    assert len(engine.frozen.list()[0].pages) == 4
+    assert len(engine.pins.list()[0].pages) == 4
     list(running)
     list(waiting)
     engine.check()
@@ -305,12 +305,12 @@ def test_a_failing_policy_leaves_no_request_half_prefilled(model_dirs: dict[str,
     assert engine.generate([request(20, 3)])[0].finish_reason == "length"
 
 
-def test_freezing_too_much_or_nothing_is_refused(model_dirs: dict[str, Path]):
+def test_pinning_too_much_or_nothing_is_refused(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
     with pytest.raises(ValueError, match="'short': the text fills no whole block"):
-        engine.freeze("short", "w3")
-    with pytest.raises(ValueError, match="'long' needs 12 frozen pages, but 0 of at most 10 are taken"):
-        engine.freeze("long", Request(tokens(200)))
+        engine.pin("short", "w3")
+    with pytest.raises(ValueError, match="'long' needs 12 pinned pages, but 0 of at most 10 are taken"):
+        engine.pin("long", Request(tokens(200)))
     engine.check()
 
 

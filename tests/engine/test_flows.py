@@ -49,7 +49,8 @@ def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, mo
 @pytest.mark.parametrize("flow", NAMED)
 def test_company_changes_nothing(engine: Engine, flow: str):
     requests = [
-        request(count, f"{NAMED[flow]}:topk_blocks=3", count, answer=tokens(4), remember=False) for count in LENGTHS
+        request(count, f"{NAMED[flow]}:topk_blocks=3", count, forced_output=tokens(4), remember=False)
+        for count in LENGTHS
     ]
     requests += [request(200), request(200, "quest:topk_blocks=5")]
     together = [result.token_ids for result in engine.generate(requests)]
@@ -102,7 +103,7 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
 def test_a_given_answer_is_computed_under_the_flow(engine: Engine):
     sparse = "streaming:topk_blocks=1"
     dense, given = (
-        engine.generate([request(400, flow, answer=tokens(20, 1), return_logits=True, remember=False)])[0]
+        engine.generate([request(400, flow, forced_output=tokens(20, 1), return_logits=True, remember=False)])[0]
         for flow in ("dense", sparse)
     )
     assert given.token_ids[:20] == dense.token_ids[:20] == tokens(20, 1)

@@ -89,7 +89,7 @@ def ask(
     [result] = engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])  # type: ignore[arg-type]
     assert result.error is None
     engine.check()
-    assert engine.memory.pool.num_used == len(engine.frozen.pages)
+    assert engine.memory.pool.num_used == len(engine.pins.pages)
     return result
 
 
@@ -200,9 +200,9 @@ def test_what_local_heads_have_lost_is_computed(engine: Engine, decoder: Decoder
     assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
 
 
-def test_frozen_text_keeps_what_its_heads_need_and_is_an_exact_prefix(engine: Engine, decoder: Decoder):
+def test_pinned_text_keeps_what_its_heads_need_and_is_an_exact_prefix(engine: Engine, decoder: Decoder):
     known = tokens(120, 1)
-    entry = engine.freeze("manual", Request(known))
+    entry = engine.pin("manual", Request(known))
     assert len(entry.pages) == 15 + 3 * (1 + 3)  # all blocks of the first list; sinks and last window of the others
     for seed in range(2, 9):
         ask(engine, tokens(400, seed))  # the pool turns over
@@ -210,7 +210,7 @@ def test_frozen_text_keeps_what_its_heads_need_and_is_an_exact_prefix(engine: En
     result = ask(engine, prompt, Full())
     assert result.report.prefix_tokens == 120
     assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
-    engine.frozen.delete("manual", "default")
+    engine.pins.delete("manual", "default")
     engine.check()
 
 

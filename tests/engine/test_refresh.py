@@ -40,7 +40,7 @@ def use(engine: Engine, times: int, namespace: str = "a", seed: int = 0) -> list
 
 def test_after_reading_anew_prompts_graft_what_a_lone_reading_gives(engine: Engine, model_dirs: dict[str, Path]):
     assert use(engine, 2) == [2, 2]
-    assert engine.read_anew(1000) == len(NEW)
+    assert engine.idle_refresh(1000) == len(NEW)
     report = ask(engine, [*words(5, 60), *NEW, *words(9, 61)]).report
     assert report.depth == 1
     assert report.grafted_tokens >= len(NEW)
@@ -61,30 +61,30 @@ def kv_of(engine: Engine, namespace: str = "a") -> list[torch.Tensor]:
 
 def test_nothing_is_read_that_is_exact_or_not_used_or_too_long(engine: Engine):
     use(engine, 0)
-    assert engine.read_anew(1000) == 0, "it was not grafted"
+    assert engine.idle_refresh(1000) == 0, "it was not grafted"
     ask(engine, [*words(5, 60), *NEW])
-    assert engine.read_anew(len(NEW) - 1) == 0
-    assert engine.read_anew(len(NEW)) == len(NEW)
+    assert engine.idle_refresh(len(NEW) - 1) == 0
+    assert engine.idle_refresh(len(NEW)) == len(NEW)
     for seed in range(3):
         ask(engine, [*words(7, 70 + seed), *NEW])
-    assert engine.read_anew(1000) == 0, "it is exact now"
+    assert engine.idle_refresh(1000) == 0, "it is exact now"
     with pytest.raises(ValueError, match="max_tokens"):
-        engine.read_anew(-1)
+        engine.idle_refresh(-1)
 
 
 def test_nothing_is_read_while_requests_run(engine: Engine):
     use(engine, 2)
     events = engine.stream([Request(words(20, 5), sampling=SamplingParams(max_tokens=3, ignore_eos=True))])
     next(events)
-    assert engine.read_anew(1000) == 0
+    assert engine.idle_refresh(1000) == 0
     events.close()
-    assert engine.read_anew(1000) == len(NEW)
+    assert engine.idle_refresh(1000) == len(NEW)
 
 
 def test_a_text_stays_in_its_namespace(engine: Engine):
     use(engine, 2, "a")
     use(engine, 2, "b", seed=100)
-    assert engine.read_anew(len(NEW)) == len(NEW), "of one of them"
+    assert engine.idle_refresh(len(NEW)) == len(NEW), "of one of them"
     depths = [ask(engine, [*words(5, 60), *NEW], namespace=name).report.depth for name in ("a", "b", "c")]
     assert sorted(depths) == [0, 1, 2]
     assert depths[2] == 0, "nothing is known there"
@@ -96,7 +96,7 @@ def test_a_text_that_others_may_graft_is_read_in_the_namespace_that_it_is_of(eng
     for seed in range(2):
         prompt = [*words(5, 20 + seed), *NEW]
         engine.generate([Request(prompt, "naive", sampling, "mine", shared_namespaces=("wiki",), remember=False)])
-    assert engine.read_anew(1000) == len(NEW)
+    assert engine.idle_refresh(1000) == len(NEW)
     assert len(kv_of(engine, "wiki")) == 2
     assert engine.memory.lookup.find_prefix(NEW, engine.scope_of("mine")) == []
 
@@ -106,6 +106,6 @@ def test_nothing_is_read_for_which_there_is_no_room(engine: Engine):
     pool = engine.memory.pool
     held = list(pool._free)[: pool.num_free - len(NEW) // SIZE + 1]
     pool.acquire(held)
-    assert engine.read_anew(1000) == 0
+    assert engine.idle_refresh(1000) == 0
     pool.release(held)
-    assert engine.read_anew(1000) == len(NEW)
+    assert engine.idle_refresh(1000) == len(NEW)

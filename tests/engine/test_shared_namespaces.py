@@ -116,13 +116,13 @@ def test_only_who_reads_the_same_goes_on_with_what_was_left(engine: Engine):
     assert ask(engine, follow_up, remember=False, **WIKI).report.continued_tokens >= 192
 
 
-def test_a_reader_under_pressure_sheds_its_own_frozen_text_and_none_of_what_it_reads(model: Path):
+def test_a_reader_under_pressure_sheds_its_own_pinned_text_and_none_of_what_it_reads(model: Path):
     engine = Engine(model, dtype="float32", num_pages=40, watermark=0.5)
-    engine.freeze("manual", Request(KNOWN, namespace="wiki"))
-    engine.freeze("notes", Request(tokens(100, 4), namespace="mine"))
+    engine.pin("manual", Request(KNOWN, namespace="wiki"))
+    engine.pin("notes", Request(tokens(100, 4), namespace="mine"))
     result = ask(engine, [*MOVED, *tokens(120, 5)], **WIKI)
     assert result.report.grafted_tokens >= 192
-    entries = {entry.name: (len(entry.pages), entry.num_shed) for entry in engine.frozen.list()}
+    entries = {entry.name: (len(entry.pages), entry.num_shed) for entry in engine.pins.list()}
     assert entries["manual"] == (12, 0)
     assert entries.get("notes", (0, 6))[1] > 0
     engine.check()
@@ -153,14 +153,14 @@ def test_documents_that_others_have_read_are_not_read_again(engine: Engine, poli
 
 def test_a_deleted_segment_is_found_until_its_blocks_and_the_store_have_lost_it(model: Path):
     with Engine(model, dtype="float32", num_pages=40, store=StoreOptions()) as engine:
-        engine.freeze("manual", Request(KNOWN, namespace="wiki"))
-        engine.frozen.delete("manual", "wiki")
+        engine.pin("manual", Request(KNOWN, namespace="wiki"))
+        engine.pins.delete("manual", "wiki")
         assert ask(engine, MOVED, remember=False, **WIKI).report.grafted_tokens >= 192, "its blocks are still there"
         assert engine.store is not None
         engine.store.flush()
         engine.clear_cache()
         result = ask(engine, MOVED, remember=False, **WIKI)
-        assert (result.report.counts["restored_blocks"], len(engine.frozen.list())) == (12, 0)
+        assert (result.report.counts["restored_blocks"], len(engine.pins.list())) == (12, 0)
         assert result.report.grafted_tokens >= 192
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
-from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.evaluate.recording import PrefillRecord, Recorded
 from kvgraft.prefill.policies import Full, Naive, Similar, SparseX
 from models import VOCAB_SIZE
 
@@ -68,7 +68,7 @@ def test_edited_tokens_are_computed_and_the_rest_reads_its_source(engine: Engine
     known = tokens(200, 1)
     ask(engine, known, "full")
     prompt = tokens(9, 2) + edited(known)
-    record = Record()
+    record = PrefillRecord()
     ask(engine, prompt, Recorded(Naive(), record), remember=False)
     assert record.plan is not None
     wrong = [place for place in range(200) if known[place] != edited(known)[place]]
@@ -82,7 +82,7 @@ def test_edited_tokens_are_computed_and_the_rest_reads_its_source(engine: Engine
 def test_reuse_computes_upper_layers_and_halos(engine: Engine, exit_layer: int):
     known = tokens(96, 1)
     ask(engine, known, "full")
-    prompt, record = tokens(9, 2) + known + tokens(5, 3), Record()
+    prompt, record = tokens(9, 2) + known + tokens(5, 3), PrefillRecord()
     ask(
         engine,
         prompt,
@@ -156,7 +156,7 @@ def test_the_probe_rejects_what_depends_on_its_context(engine: Engine):
 def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
     known, prompt = tokens(96, 1), tokens(9, 2) + tokens(96, 1) + tokens(5, 3)
     ask(engine, known, "full")
-    records = {shallow: Record() for shallow in ("all", "fresh")}
+    records = {shallow: PrefillRecord() for shallow in ("all", "fresh")}
     for shallow, record in records.items():
         ask(engine, prompt, Recorded(SparseX(boundary_layers=2, shallow=shallow), record), remember=False)  # type: ignore[arg-type]
     fresh, all_of_it = records["fresh"].computed, records["all"].computed

@@ -18,7 +18,9 @@ COSTS = Costs(pass_s=3e-3, token_s=2e-4, pair_s=5e-8, copy_s=1e-6)
 def test_estimates_are_those_of_the_cost_model(share: float):
     for one in estimate(COSTS, share, [512, 5000]):
         known = Match(0, one.tokens - 1, 0, np.zeros(-(-one.tokens // 16), np.int32), 0, 0)
-        _, expected = CostModel(COSTS, exact_value=0.0, work={"p": Work(share)}).choose([known], one.tokens, 0, "p")
+        _, expected = CostModel(COSTS, exactness_weight=0.0, work={"p": Work(share)}).choose(
+            [known], one.tokens, 0, "p"
+        )
         assert (one.full_s, one.grafted_s) == pytest.approx((expected.full_s, expected.reuse_s))
         assert one.copied_s == pytest.approx(1e-6 * (one.tokens - 1))
 

@@ -13,13 +13,13 @@ from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.evaluate import flows as judging
 from kvgraft.evaluate.decoding import speedups
 from kvgraft.evaluate.explain import explain, render
-from kvgraft.evaluate.flows import FlowRow, FlowScore, Stage
+from kvgraft.evaluate.flows import FlowRow, FlowScore, FlowStage
 from kvgraft.evaluate.plots import write_pareto
 from kvgraft.testbed import MODEL_DIR
 
 DOCS = Path(__file__).parents[2] / "docs"
-FIRST = Stage("first", {"ruler": ("needles",)}, 1, 0.9)
-SECOND = Stage("second", {"multihop": ("hop",)}, 1)
+FIRST = FlowStage("first", {"ruler": ("needles",)}, 1, 0.9)
+SECOND = FlowStage("second", {"multihop": ("hop",)}, 1)
 
 
 @pytest.fixture(scope="module")

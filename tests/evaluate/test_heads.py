@@ -9,7 +9,7 @@ from kvgraft import Engine, Request, SamplingParams
 from kvgraft.cli import app, run
 from kvgraft.engine.decoder import Decoder
 from kvgraft.evaluate import heads
-from kvgraft.evaluate.heads import Sample
+from kvgraft.evaluate.heads import TextSample
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.testbed import MODEL_DIR
 from research import redknot
@@ -30,14 +30,14 @@ def test_far_mass_and_shift_are_those_of_uniform_attention(model_dirs: dict[str,
     blind(decoder, 0, 1)
     generator = np.random.default_rng(0)
     one, other, body = (generator.integers(3, 190, count).tolist() for count in (30, 30, 50))
-    shift, far = heads.measure(decoder, Sample((one, other), body), sinks=2, window=10)
+    shift, far = heads.measure(decoder, TextSample((one, other), body), sinks=2, window=10)
     at = np.arange(30, 80)
     assert far[0, 1] == pytest.approx(np.mean((at - 10 + 1 - 2) / (at + 1)), rel=1e-5)
     assert far[0, 0] != pytest.approx(far[0, 1], rel=0.01)
-    same = heads.measure(decoder, Sample((one, one), body), sinks=2, window=10)
-    assert np.allclose(same[1], heads.measure(decoder, Sample((one, one), body), 2, 10)[1])
+    same = heads.measure(decoder, TextSample((one, one), body), sinks=2, window=10)
+    assert np.allclose(same[1], heads.measure(decoder, TextSample((one, one), body), 2, 10)[1])
     assert same[0].max() < 1e-5 < shift.min()
-    assert heads.measure(decoder, Sample((one, other), body), 2, 80)[1].max() == 0
+    assert heads.measure(decoder, TextSample((one, other), body), 2, 80)[1].max() == 0
 
 
 def test_classes_follow_from_far_mass_then_from_shift():

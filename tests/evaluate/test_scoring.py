@@ -14,7 +14,7 @@ from kvgraft.evaluate import plots, results, runner, summaries
 from kvgraft.evaluate.compare import Case, run_compare
 from kvgraft.evaluate.hosts import NativeHost
 from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, other_orders
+from kvgraft.evaluate.scoring import ORDER_NOISE, ScoredPlaces, distances, other_orders
 from kvgraft.evaluate.summaries import Summary
 from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft.segments.prompt import mark
@@ -119,22 +119,22 @@ def test_orders_move_known_segments_only_and_are_drawn_by_the_seed():
 def test_an_answer_is_given_where_ours_is_another_and_only_there():
     asked: list[tuple[int, ...]] = []
 
-    def give(answer: tuple[int, ...]) -> Scored[list[dict[int, float]]]:
+    def give(answer: tuple[int, ...]) -> ScoredPlaces[list[dict[int, float]]]:
         asked.append(answer)
-        return Scored(answer if len(asked) == 1 else (9,), [{9: -1.0}] * len(answer))
+        return ScoredPlaces(answer if len(asked) == 1 else (9,), [{9: -1.0}] * len(answer))
 
     def measure(ours: Sequence[object], truth: Sequence[object], answer: Sequence[int]) -> dict[str, float]:
         return {"places": float(len(ours)), "theirs": float(len(truth)), "answer": float(len(answer))}
 
     places = [{3: -0.1}] * 40
-    truth = Scored(tuple(range(40)), places)
-    found = distances(Scored((*range(32), 77), places[:33]), truth, give, measure)
+    truth = ScoredPlaces(tuple(range(40)), places)
+    found = distances(ScoredPlaces((*range(32), 77), places[:33]), truth, give, measure)
     assert found == {"places": 32.0, "theirs": 32.0, "answer": 32.0}
     assert asked == []
-    distances(Scored((5,), places[:1]), truth, give, measure)
+    distances(ScoredPlaces((5,), places[:1]), truth, give, measure)
     assert asked == [tuple(range(32))]
     with pytest.raises(ValueError, match=r"the answer \[0, 1, .*\] was given, and \[9\] came back"):
-        distances(Scored((5,), places[:1]), truth, give, measure)
+        distances(ScoredPlaces((5,), places[:1]), truth, give, measure)
 
 
 def test_order_noise_is_another_evaluation(host: NativeHost, rows: list[EvalRow], tmp_path: Path):

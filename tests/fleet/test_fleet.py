@@ -93,7 +93,7 @@ def test_who_may_ask(fleet: RunningFleet):
         assert alice.get("/v1/kvgraft/fleet").status_code == 403
         assert len(admin.get("/v1/kvgraft/fleet").json()["replicas"]) == 2
         assert alice.get("/v1/models").json()["data"][0]["id"] == "bundled"
-        assert alice.post("/v1/kvgraft/segments", json={"name": "a", "text": "the"}).status_code == 403
+        assert alice.post("/v1/kvgraft/pins", json={"name": "a", "text": "the"}).status_code == 403
 
 
 def test_what_servers_refuse_the_client_is_told(fleet: RunningFleet):
@@ -200,27 +200,27 @@ def wait_until(happened: Callable[[], bool]) -> bool:
     return happened()
 
 
-def test_a_frozen_text_is_frozen_everywhere(fleet: RunningFleet):
+def test_a_pinned_text_is_pinned_everywhere(fleet: RunningFleet):
     text, _ = Corpus(6, 1).prompt(0)
     with fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
         tenant = alice.get("/v1/kvgraft/status").json()["view"]["tenant"]
-        frozen = admin.post("/v1/kvgraft/segments", json={"name": "law", "text": text, "tenant": tenant})
-        assert frozen.status_code < 300, frozen.text
-        assert [value for _, value in fleet.samples("kvgraft:frozen_segments")] == [1, 1]
-        deleted = admin.delete(f"/v1/kvgraft/segments/law?tenant={tenant}")
+        pinned = admin.post("/v1/kvgraft/pins", json={"name": "law", "text": text, "tenant": tenant})
+        assert pinned.status_code < 300, pinned.text
+        assert [value for _, value in fleet.samples("kvgraft:pinned_documents")] == [1, 1]
+        deleted = admin.delete(f"/v1/kvgraft/pins/law?tenant={tenant}")
         assert deleted.status_code < 300, deleted.text
         ask(alice, ("the", ""))
-        assert [value for _, value in fleet.samples("kvgraft:frozen_segments")] == [0, 0]
+        assert [value for _, value in fleet.samples("kvgraft:pinned_documents")] == [0, 0]
 
 
 @pytest.mark.parametrize("what", [pytest.param("server_pid", marks=pytest.mark.soak), "pid"])
 def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, what: str):
-    """And the one that starts in its place has what all servers were told to freeze."""
+    """And the one that starts in its place has what all servers were told to pin."""
     corpus = Corpus(7 + len(what), 12)
     with fleet.http() as client, fleet.http(ADMIN) as admin:
         tenant = client.get("/v1/kvgraft/status").json()["view"]["tenant"]
         segment = {"name": what, "text": corpus.prompt(0)[0], "tenant": tenant}
-        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
+        assert admin.post("/v1/kvgraft/pins", json=segment).status_code == 200
         for number in range(12):
             assert ask(client, corpus.prompt(number)).status == 200
     time.sleep(2.0)  # for the store
@@ -249,7 +249,7 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
     assert engine
     assert wait_until(lambda: not any(map(is_alive, engine)))
     [new] = {replica["name"] for replica in after} - {before[1]["name"]}
-    assert fleet.total("kvgraft:frozen_segments", replica=new) == fleet.total("kvgraft:frozen_segments") / 2 > 0
+    assert fleet.total("kvgraft:pinned_documents", replica=new) == fleet.total("kvgraft:pinned_documents") / 2 > 0
     assert fleet.total("kvgraft:fleet_taken_over_total", outcome="failed") == 0
 
 
@@ -258,11 +258,11 @@ def test_a_server_that_hangs_is_not_waited_for(fleet: RunningFleet):
     [hung, _] = fleet.wait_for(2)
     os.kill(hung["pid"], signal.SIGSTOP)
     try:
-        [(labels, _)] = fleet.samples("kvgraft:frozen_segments")
+        [(labels, _)] = fleet.samples("kvgraft:pinned_documents")
         assert labels["replica"] != hung["name"]
     finally:
         os.kill(hung["pid"], signal.SIGCONT)
-    assert wait_until(lambda: len(fleet.samples("kvgraft:frozen_segments")) == 2)
+    assert wait_until(lambda: len(fleet.samples("kvgraft:pinned_documents")) == 2)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.fleet.expected import expect
-from kvgraft.fleet.known_text import GRACE, pack
-from kvgraft.fleet.pace import FASTEST, SLOWEST, Pace
-from kvgraft.fleet.ranking import SILENCE, Ranking, Report
+from kvgraft.fleet.latency import FASTEST, SLOWEST, LatencyCalibration
+from kvgraft.fleet.ranking import SILENCE, Ranking, ReplicaReport
+from kvgraft.fleet.router_view import GRACE, pack
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.segments.keys import scope_digest
@@ -34,14 +34,16 @@ def clock() -> Clock:
     return Clock()
 
 
-def report(*texts: Fingerprints, waiting_s: float = 0.0, pace: float = 1.0) -> Report:
+def report(*texts: Fingerprints, waiting_s: float = 0.0, pace: float = 1.0) -> ReplicaReport:
     """Of a server that has read these, each on its own."""
     held, begun = ([text.values for text in texts], [text.chain() for text in texts])
     empty = [np.zeros(0, np.uint64)]
-    return Report(pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS, pace=pace)
+    return ReplicaReport(
+        pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS, pace=pace
+    )
 
 
-def ranking_of(clock: Clock, *, grafts: bool = True, **reports: Report) -> Ranking[str]:
+def ranking_of(clock: Clock, *, grafts: bool = True, **reports: ReplicaReport) -> Ranking[str]:
     ranking = Ranking[str](clock=clock, grafts=grafts)
     for server, said in reports.items():
         ranking.hear(server, said)
@@ -146,7 +148,7 @@ def test_a_server_that_was_slow_once_gets_prompts_all_the_same(clock: Clock):
 
 @given(given=st.lists(st.tuples(st.floats(0.001, 100), st.floats(0.001, 100)), min_size=1))
 def test_a_pace_lies_between_the_slowest_and_the_fastest_prompt(given: list[tuple[float, float]]):
-    pace = Pace()
+    pace = LatencyCalibration()
     assert pace.value == 1.0
     for expected_s, real_s in given:
         pace.add(expected_s, real_s)
@@ -239,4 +241,4 @@ def test_an_impossible_bound_is_refused(imbalance: float):
 
 def test_a_report_is_the_same_behind_a_wire():
     said = report(FIRST, waiting_s=1.5)
-    assert Report.of(said.as_stats()) == said
+    assert ReplicaReport.of(said.as_stats()) == said

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from starlette.responses import StreamingResponse
 
-from kvgraft.fleet.held_text import HeldText
 from kvgraft.fleet.ingress import with_headers
-from kvgraft.fleet.known_text import KnownText
+from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.requests import (
     MAX_CHARACTERS,
     MAX_TEXTS,
@@ -17,6 +16,7 @@ from kvgraft.fleet.requests import (
     scope_of,
     texts_of,
 )  # fmt: skip
+from kvgraft.fleet.router_view import RouterView
 from kvgraft.segments.fingerprints import Fingerprints
 
 SECRET = bytes(range(32))
@@ -90,9 +90,9 @@ def test_a_scope_is_whose_its_parts_are_and_of_its_secret():
 def test_a_sketch_tells_nothing_to_who_guesses_in_another_scope():
     """Paired: the same text, guessed under the scope of its owner and under those of others."""
     text = np.random.default_rng(0).integers(97, 123, 20_000, np.uint8).tobytes()
-    held = HeldText(1e6)
+    held = ReplicaContents(1e6)
     held.add(Fingerprints.of(text, scope_of(SECRET, b"alice", b"", b"", b"")))
-    known = KnownText[str]()
+    known = RouterView[str]()
     known.update("server", held.sketches()[0])
 
     def share_of(scope: bytes) -> float:

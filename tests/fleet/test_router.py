@@ -10,15 +10,15 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from kvgraft.fleet.figures import FIGURES
-from kvgraft.fleet.known_text import pack
-from kvgraft.fleet.ranking import Report
+from kvgraft.fleet.ranking import ReplicaReport
 from kvgraft.fleet.requests import FleetRequest
 from kvgraft.fleet.router import SegmentRouter
+from kvgraft.fleet.router_view import pack
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.segments.keys import scope_digest
 
 TEXT = Fingerprints.of(np.random.default_rng(1).bytes(8000), scope_digest("", ""))
-GOOD = Report(pack(TEXT.values), pack(TEXT.chain())).as_stats()
+GOOD = ReplicaReport(pack(TEXT.values), pack(TEXT.chain())).as_stats()
 NAMES = [ReplicaID(unique_id=name, deployment_id=DeploymentID("Replica")) for name in "ab"]
 BAD = [
     {"text": b""},

@@ -25,7 +25,7 @@ def fleet(tmp_path: Path) -> Iterator[RunningFleet]:
         yield started
 
 
-def test_what_was_frozen_and_loaded_is_there_when_somebody_asks_again(fleet: RunningFleet, tmp_path: Path):
+def test_what_was_pinned_and_loaded_is_there_when_somebody_asks_again(fleet: RunningFleet, tmp_path: Path):
     adapter = {"lora_name": "terse", "lora_path": str(make_adapter(tmp_path / "terse", MODEL_DIR, seed=1))}
     corpus = Corpus(0, 1)
     [first] = fleet.wait_for(1)
@@ -33,17 +33,17 @@ def test_what_was_frozen_and_loaded_is_there_when_somebody_asks_again(fleet: Run
         assert admin.post("/v1/load_lora_adapter", json=adapter).status_code == 200
         tenant = client.get("/v1/kvgraft/status").json()["view"]["tenant"]
         segment = {"name": "law", "text": corpus.prompt(0)[0], "tenant": tenant}
-        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
+        assert admin.post("/v1/kvgraft/pins", json=segment).status_code == 200
         before = ask(client, corpus.prompt(0), model="terse", max_tokens=8)
         fleet.wait_for(0)
         assert client.get("/-/healthz").status_code == 200  # Ray's: it wakes nobody
         time.sleep(3.0)
         assert fleet.replicas() == []
-        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 503
+        assert admin.post("/v1/kvgraft/pins", json=segment).status_code == 503
         after = ask(client, corpus.prompt(0), model="terse", max_tokens=8)
         assert (before.status, after.status) == (200, 200)
         assert after.text == before.text
         [second] = fleet.wait_for(1)
         assert second["name"] != first["name"]
         assert ask(client, corpus.prompt(0, turned=True)).report["grafted_tokens"] > 400
-        assert fleet.total("kvgraft:frozen_segments") == 1
+        assert fleet.total("kvgraft:pinned_documents") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from chromium import Page
 from kvgraft.evaluate.traffic.tokens import WordPieces
-from kvgraft.evaluate.traffic.trace import Trace, read_trace
+from kvgraft.evaluate.traffic.trace import RequestTrace, read_trace
 from kvgraft.fleet.simulation.generated import KINDS, TrafficShape, generate
 from kvgraft.fleet.simulation.page import render_page
 from kvgraft.fleet.simulation.picture import draw
@@ -142,7 +142,7 @@ def test_generated_conversations_go_on():
 # ---------------------------------------------------------------------------------------------------- recorded traffic
 
 
-def trace_of(tmp_path: Path, *lines: str) -> Trace:
+def trace_of(tmp_path: Path, *lines: str) -> RequestTrace:
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(lines))
     return read_trace([file], WordPieces())

@@ -63,7 +63,7 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
     with fleet.http() as client, fleet.http(ADMIN) as admin:
         tenant = client.get("/v1/kvgraft/status").json()["view"]["tenant"]
         segment = {"name": "law", "text": corpus.prompt(0)[0], "tenant": tenant}
-        assert admin.post("/v1/kvgraft/segments", json=segment).status_code == 200
+        assert admin.post("/v1/kvgraft/pins", json=segment).status_code == 200
 
     def send(first: int) -> list[int]:
         statuses, number = [], first
@@ -84,5 +84,5 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
     assert len(statuses) > 30
     assert set(statuses) == {200}
     assert not before & after
-    frozen = fleet.samples("kvgraft:frozen_segments")
-    assert {labels["replica"]: count for labels, count in frozen} == dict.fromkeys(after, 1)
+    pinned = fleet.samples("kvgraft:pinned_documents")
+    assert {labels["replica"]: count for labels, count in pinned} == dict.fromkeys(after, 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams, Segment
-from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.evaluate.recording import PrefillRecord, Recorded
 from kvgraft.prefill.contrast import (
     CONTEXT_TOKENS,
     HEAD_TOKENS,
@@ -352,7 +352,7 @@ SHEETS = [
 ONE = SamplingParams(max_tokens=1)
 
 
-def ask(engine: Engine, policy: str) -> tuple[Result, Record]:
+def ask(engine: Engine, policy: str) -> tuple[Result, PrefillRecord]:
     recorded = Recorded(parse_policy(policy))
     parts = [part for sheet in SHEETS for part in ("then : ", Segment(sheet))]
     request = Request([*parts, " question : code of jade ? answer :"], recorded, SamplingParams(1), remember=False)

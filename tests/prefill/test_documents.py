@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.kv.documents import Blocks, Document
-from kvgraft.prefill.documents.context import Layout, Placed, blend
+from kvgraft.kv.documents import BlockCut, Document
+from kvgraft.prefill.documents.context import DocumentLayout, Placed, blend
 from kvgraft.prefill.policies import Condense, SamKV
 from kvgraft.prefill.policies.samkv import match, personalise, retrieved_share
 
-BLOCKS = Blocks(8, 1, 1)
+BLOCKS = BlockCut(8, 1, 1)
 
 
 def all_here(values: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def placed(start: int, num_tokens: int) -> Placed:
 
 
 @pytest.fixture
-def layout() -> Layout:
+def layout() -> DocumentLayout:
     """5 fresh tokens, documents of 28, 3 and 16 tokens with 2 fresh ones between the first two, then a question."""
-    return Layout([placed(5, 28), placed(35, 3), placed(38, 16)], BLOCKS, 60)
+    return DocumentLayout([placed(5, 28), placed(35, 3), placed(38, 16)], BLOCKS, 60)
 
 
 def test_equation_1_adds_what_the_other_documents_look_for():
@@ -71,7 +71,7 @@ def test_blocks_match_by_inner_products_over_all_heads():
     torch.testing.assert_close(match(query, keys), torch.stack(expected))
 
 
-def test_where_blocks_lie(layout: Layout):
+def test_where_blocks_lie(layout: DocumentLayout):
     assert layout.starts.tolist() == [5, 13, 21, 29, 35, 38, 46]
     assert layout.stops.tolist() == [13, 21, 29, 33, 38, 46, 54]
     assert layout.owner.tolist() == [0, 0, 0, 0, 1, 2, 2]
@@ -80,7 +80,7 @@ def test_where_blocks_lie(layout: Layout):
     assert (layout.block_of < 0).nonzero().flatten().tolist() == [*range(5), 33, 34, *range(54, 60)]
 
 
-def test_a_halo_does_not_reach_another_document(layout: Layout):
+def test_a_halo_does_not_reach_another_document(layout: DocumentLayout):
     tokens = torch.zeros(60, dtype=torch.bool)
     tokens[[21, 36, 50, 58]] = True
     assert layout.before(tokens, 0).nonzero().flatten().tolist() == [*range(21, 29), *range(35, 38), *range(46, 54)]
@@ -88,14 +88,14 @@ def test_a_halo_does_not_reach_another_document(layout: Layout):
     assert layout.before(tokens, 9).nonzero().flatten().tolist() == [*range(5, 29), *range(35, 54)]
 
 
-def test_the_budget_is_filled_to_the_token(layout: Layout):
+def test_the_budget_is_filled_to_the_token(layout: DocumentLayout):
     ranking = torch.tensor([2, 1])
     assert layout.fill(ranking, 11).nonzero().flatten().tolist() == [13, 14, 15, *range(21, 29)]
     assert layout.fill(ranking, 99).sum() == 16
     assert layout.fill(ranking, 0).sum() == layout.fill(ranking[:0], 5).sum() == 0
 
 
-def test_a_block_is_worth_its_best_token(layout: Layout):
+def test_a_block_is_worth_its_best_token(layout: DocumentLayout):
     scores = torch.zeros(60)
     scores[[3, 6, 14, 15, 53]] = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0])
     assert layout.by_block(scores).tolist() == [1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 4.0]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams, Segment
-from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.evaluate.recording import PrefillRecord, Recorded
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.policies import Naive, Policy, Spread
@@ -59,7 +59,7 @@ def engine() -> Engine:
     return engine
 
 
-def ask(engine: Engine, policy: Policy) -> tuple[Result, Record]:
+def ask(engine: Engine, policy: Policy) -> tuple[Result, PrefillRecord]:
     recorded = Recorded(policy, keep_cache=True)
     prompt = ["read : ", Segment(OTHER), "and ", Segment(TEXT), " question : note of bell ? answer :"]
     sampling = SamplingParams(max_tokens=1)
@@ -123,7 +123,7 @@ def test_kv_that_is_nearer_to_full_prefill(engine: Engine):
     )
     rest = apart.plan.grafted & ~apart.computed[-1]
 
-    def deviation(record: Record) -> float:
+    def deviation(record: PrefillRecord) -> float:
         return float((record.keys - truth.keys)[:, rest].square().sum())
 
     assert deviation(spread) < 0.97 * deviation(apart)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvgraft.reuse.continuation import Continuations, Continued
+from kvgraft.reuse.approximate_prefix import ApproximatePrefixCache, Continued
 from kvgraft.segments.keys import chain_hashes, scope_digest
 
 SIZE = 4
@@ -24,16 +24,16 @@ def cached() -> set[str]:
 
 
 @pytest.fixture
-def known(cached: set[str]) -> Continuations:
-    return Continuations(cached.__contains__, capacity=100)
+def known(cached: set[str]) -> ApproximatePrefixCache:
+    return ApproximatePrefixCache(cached.__contains__, capacity=100)
 
 
-def leave(known: Continuations, cached: set[str], text: str, first: int, keys: str, way: str = WAY) -> None:
+def leave(known: ApproximatePrefixCache, cached: set[str], text: str, first: int, keys: str, way: str = WAY) -> None:
     cached |= set(keys)
     known.add(way, chains(*text), first, list(keys), [1] * len(keys), [True] * len(keys), SOURCE)
 
 
-def test_a_prompt_goes_on_behind_its_exact_blocks(known: Continuations, cached: set[str]):
+def test_a_prompt_goes_on_behind_its_exact_blocks(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abcd", 1, "BCD")
     found = known.find(WAY, chains(*"abcdef"), num_exact=1)
     assert found is not None
@@ -48,13 +48,13 @@ def test_a_prompt_goes_on_behind_its_exact_blocks(known: Continuations, cached: 
 @pytest.mark.parametrize(
     ("prompt", "way"), [("xbcd", WAY), ("bcd", WAY), ("aXcd", WAY), ("abcd", OTHER_WAY), ("", WAY), ("a", WAY)]
 )
-def test_nothing_else_does(known: Continuations, cached: set[str], prompt: str, way: str):
+def test_nothing_else_does(known: ApproximatePrefixCache, cached: set[str], prompt: str, way: str):
     leave(known, cached, "abcd", 1, "BCD")
     assert known.find(way, chains(*prompt), num_exact=1) is None
     assert known.find(WAY, chains(*"abcd", namespace="another"), num_exact=1) is None
 
 
-def test_what_is_exact_is_left_alone_unless_the_other_reaches_further(known: Continuations, cached: set[str]):
+def test_what_is_exact_is_left_alone_unless_the_other_reaches_further(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abcd", 1, "BCD")
     assert known.find(WAY, chains(*"abcd"), num_exact=4) is None
     found = known.find(WAY, chains(*"abcd"), num_exact=3)
@@ -62,7 +62,7 @@ def test_what_is_exact_is_left_alone_unless_the_other_reaches_further(known: Con
     assert (found.first_block, found.stop_block) == (1, 4)
 
 
-def test_it_ends_where_a_block_is_gone_and_forgets_that_block(known: Continuations, cached: set[str]):
+def test_it_ends_where_a_block_is_gone_and_forgets_that_block(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abcd", 1, "BCD")
     cached.discard("C")
     found = known.find(WAY, chains(*"abcd"), num_exact=1)
@@ -73,7 +73,7 @@ def test_it_ends_where_a_block_is_gone_and_forgets_that_block(known: Continuatio
     assert known.find(WAY, chains(*"abcd"), num_exact=1) is None
 
 
-def test_blocks_of_two_conversations_never_alternate(known: Continuations, cached: set[str]):
+def test_blocks_of_two_conversations_never_alternate(known: ApproximatePrefixCache, cached: set[str]):
     """Both have the same text; the second one was computed anew, when the first one had lost its beginning."""
     leave(known, cached, "abcd", 1, "BCD")
     cached.discard("B")
@@ -83,7 +83,7 @@ def test_blocks_of_two_conversations_never_alternate(known: Continuations, cache
     assert found.keys == ("b", "c"), "D was computed behind C"
 
 
-def test_conversations_part(known: Continuations, cached: set[str]):
+def test_conversations_part(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abc", 1, "BC")
     leave(known, cached, "abcd", 1, "BCD")
     leave(known, cached, "abce", 1, "BCE")
@@ -94,7 +94,7 @@ def test_conversations_part(known: Continuations, cached: set[str]):
 
 
 def test_dead_blocks_are_swept_before_there_are_too_many(cached: set[str]):
-    known = Continuations(cached.__contains__, capacity=4)
+    known = ApproximatePrefixCache(cached.__contains__, capacity=4)
     for number in range(100):
         leave(known, cached, f"{chr(200 + number)}bcd", 0, "".join(chr(1000 + 4 * number + i) for i in range(4)))
         cached -= set(sorted(cached)[:-4])
@@ -103,7 +103,7 @@ def test_dead_blocks_are_swept_before_there_are_too_many(cached: set[str]):
     assert len(known) == 0
 
 
-def test_who_comes_second_with_the_same_text_leaves_nothing(known: Continuations, cached: set[str]):
+def test_who_comes_second_with_the_same_text_leaves_nothing(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abcd", 1, "BCD")
     cached |= set("xyz")
     assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1], [True] * 3, SOURCE) == 0
@@ -116,13 +116,13 @@ def test_who_comes_second_with_the_same_text_leaves_nothing(known: Continuations
     assert found.keys == ("B", "C", "D")
 
 
-def test_exact_blocks_are_not_given_up_for_a_few_tokens(known: Continuations, cached: set[str]):
+def test_exact_blocks_are_not_given_up_for_a_few_tokens(known: ApproximatePrefixCache, cached: set[str]):
     leave(known, cached, "abcdef", 1, "BCDEF")
-    assert known.find(WAY, chains(*"abcdef"), num_exact=4, exact_value=1.0) is None
-    found = known.find(WAY, chains(*"abcdef"), num_exact=3, exact_value=1.0)
+    assert known.find(WAY, chains(*"abcdef"), num_exact=4, exactness_weight=1.0) is None
+    found = known.find(WAY, chains(*"abcdef"), num_exact=3, exactness_weight=1.0)
     assert found is not None
     assert found.stop_block == 6
-    behind = known.find(WAY, chains(*"abcdef"), num_exact=1, exact_value=1.0)
+    behind = known.find(WAY, chains(*"abcdef"), num_exact=1, exactness_weight=1.0)
     assert behind is not None, "nothing exact is given up for it"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvgraft.kv.pages import PagePool
-from kvgraft.reuse.copies import Copies
+from kvgraft.reuse.retention import GraftedBlockRetention
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def live(pool: PagePool, pages: list[int]) -> list[bool]:
 
 
 def test_all_may_stay_until_other_text_is_missed(pool: PagePool):
-    copies, pages = Copies(pool), keep(pool, 6)
+    copies, pages = GraftedBlockRetention(pool), keep(pool, 6)
     copies.add(pages, np.ones(6, bool))
     copies.trim()
     assert live(pool, pages) == [True] * 6
@@ -44,7 +44,7 @@ def test_all_may_stay_until_other_text_is_missed(pool: PagePool):
 
 
 def test_what_is_used_again_goes_last_and_what_is_held_stays(pool: PagePool):
-    copies, first, second = Copies(pool), keep(pool, 2), keep(pool, 2)
+    copies, first, second = GraftedBlockRetention(pool), keep(pool, 2), keep(pool, 2)
     copies.add(first, np.ones(2, bool))
     copies.add(second, np.ones(2, bool))
     copies.add(first, np.zeros(2, bool))  # by a request that went on with them
@@ -58,7 +58,7 @@ def test_what_is_used_again_goes_last_and_what_is_held_stays(pool: PagePool):
 
 
 def test_a_page_that_holds_something_else_by_now_is_no_copy(pool: PagePool):
-    copies, pages = Copies(pool), keep(pool, 10)
+    copies, pages = GraftedBlockRetention(pool), keep(pool, 10)
     copies.add(pages, np.ones(10, bool))
     again = keep(pool, 10)
     copies.add(again, np.zeros(10, bool))

@@ -8,7 +8,7 @@ import pytest
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.costs import TOKENS, Costs
-from kvgraft.reuse.cost import WORK, CostModel, Estimate, Work
+from kvgraft.reuse.cost import WORK, CostEstimate, CostModel, Work
 from kvgraft.segments.matches import Match
 from models import VOCAB_SIZE
 
@@ -32,7 +32,7 @@ def test_it_is_the_best_of_all_places_to_begin(costs: Costs, approximate: bool):
     for _ in range(200):
         cuts = np.sort(rng.choice(np.arange(64, 2000), 2 * int(rng.integers(1, 6)), replace=False)).tolist()
         matches = [match(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
-        model = CostModel(costs, exact_value=0.1)
+        model = CostModel(costs, exactness_weight=0.1)
         chosen, found = model.choose(matches, 2000, 48, "p", approximate=approximate)
         active = np.arange(2000) >= 48
         gains = [0.0]
@@ -58,9 +58,9 @@ def test_a_graft_in_front_of_much_new_text_must_save_more():
     assert model.choose([small, large], 4000, 0, "p")[0] == [large]
     assert model.choose([small, large], 4000, 0, "p", approximate=True)[0] == [small, large]
     assert model.choose([small], 160, 0, "p")[0] == [small]
-    assert CostModel(FLAT, exact_value=0.0).choose([small], 4000, 0, "p")[0] == [small]
-    assert model.choose([small], 4000, 0, "p") == ([], Estimate(4000.0, 4000.0, "too_little_known"))
-    assert model.choose([], 4000, 1000, "p") == ([], Estimate(3000.0, 3000.0))
+    assert CostModel(FLAT, exactness_weight=0.0).choose([small], 4000, 0, "p")[0] == [small]
+    assert model.choose([small], 4000, 0, "p") == ([], CostEstimate(4000.0, 4000.0, "too_little_known"))
+    assert model.choose([], 4000, 1000, "p") == ([], CostEstimate(3000.0, 3000.0))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def ask(engine: Engine, prompt: list[int], policy: str = DEFAULT_POLICY) -> obje
 
 def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_path: Path):
     FLAT.save(tmp_path / "costs.json")
-    engine = Engine(model_dirs["qwen3"], dtype="float32", costs=tmp_path / "costs.json", exact_value=0.5)
+    engine = Engine(model_dirs["qwen3"], dtype="float32", costs=tmp_path / "costs.json", exactness_weight=0.5)
     document = words(160, 1)
     ask(engine, document, "full")
     report = ask(engine, words(20, 2) + document + words(20, 3))

@@ -5,20 +5,20 @@ import pytest
 
 from kvgraft.kv.pages import PagePool
 from kvgraft.reuse.index import ReuseIndex, wants_similar
-from kvgraft.reuse.offer import NEVER, Offer
 from kvgraft.reuse.pages import Pages
+from kvgraft.reuse.provenance import NEVER, BlockProvenance
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes, scope_digest
 from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store import Chunk, Record, Register
+from kvgraft.segments.store import Chunk, ChunkIndex, ChunkRecord
 
 SIZE = 4
 SCOPE, OTHER = scope_digest("m", "a"), scope_digest("m", "b")
 TOKENS = np.arange(100, 100 + 8 * SIZE)
 
 
-def offered(index: ReuseIndex, offer: Offer, num_blocks: int, pages: np.ndarray | None = None) -> np.ndarray:
+def offered(index: ReuseIndex, offer: BlockProvenance, num_blocks: int, pages: np.ndarray | None = None) -> np.ndarray:
     if pages is None:
         pages = np.array(index.pool.allocate(8))
     index.offer(offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.depths(num_blocks, SIZE))
@@ -37,7 +37,7 @@ def test_the_native_pool_satisfies_the_protocol():
 
 def test_what_a_request_offers_is_found_in_its_namespace_only():
     index = ReuseIndex(PagePool(16, SIZE))
-    offer = Offer(SCOPE)
+    offer = BlockProvenance(SCOPE)
     offered(index, offer, 8)
     assert known(index) == [(0, 8 * SIZE, 0)]
     assert known(index, OTHER) == []
@@ -47,7 +47,7 @@ def test_what_a_request_offers_is_found_in_its_namespace_only():
 def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
     for max_depth in (0, 1):
         index = ReuseIndex(PagePool(16, SIZE), max_depth=max_depth)
-        offer = Offer(SCOPE, first_approximate=3 * SIZE + 1)
+        offer = BlockProvenance(SCOPE, first_approximate=3 * SIZE + 1)
         pages = offered(index, offer, 2)
         offered(index, offer, 8, pages)
         if max_depth:
@@ -61,8 +61,8 @@ def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
 
 def test_what_is_beyond_the_greatest_depth_is_told_from_what_is_unknown():
     index = ReuseIndex(PagePool(16, SIZE), max_depth=1)
-    offer = Offer(SCOPE)
-    offer.rest_on([(2 * SIZE, 1), (5 * SIZE, 2)])
+    offer = BlockProvenance(SCOPE)
+    offer.mark_approximate([(2 * SIZE, 1), (5 * SIZE, 2)])
     offered(index, offer, 8)
     assert known(index) == [(0, 2 * SIZE, 0), (2 * SIZE, 3 * SIZE, 1)]
     assert index.num_too_deep == 3 * SIZE
@@ -79,7 +79,7 @@ def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
     prompt[::30] = rng.integers(0, 5000, len(text[::30]))  # no whole block is left as it was
     index = ReuseIndex(PagePool(512, size), max_depth=0, similarity=Similarity(tau=0.3, candidates=1))
     for read, first_approximate in ((text, NEVER), *[(prompt, 0)] * 4):
-        offer = Offer(SCOPE, first_approximate=first_approximate)
+        offer = BlockProvenance(SCOPE, first_approximate=first_approximate)
         pages = np.array(index.pool.allocate(20))
         index.offer(offer, read, pages, offer.depths(20, size))
     matches = index.match(prompt, SCOPE, free=np.ones(len(prompt), bool), similar=True)
@@ -91,9 +91,9 @@ def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkey
     index, insertions = ReuseIndex(PagePool(16, SIZE)), []
     insert = index.segments.insert
     monkeypatch.setattr(index.segments, "insert", lambda *a, **k: insertions.append(1) or insert(*a, **k))
-    offer = Offer(SCOPE)
-    offer.rest_on((block * SIZE, 1000 * block) for block in range(1, 8))
-    offer.rest_on([(7 * SIZE, 10**6)])
+    offer = BlockProvenance(SCOPE)
+    offer.mark_approximate((block * SIZE, 1000 * block) for block in range(1, 8))
+    offer.mark_approximate([(7 * SIZE, 10**6)])
     offered(index, offer, 8)
     assert len(insertions) == 1
     assert known(index) == [*((block * SIZE, SIZE, 1000 * block) for block in range(7)), (7 * SIZE, SIZE, MAX_DEPTH)]
@@ -103,7 +103,7 @@ def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkey
 
 def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():
     index = ReuseIndex(PagePool(32, SIZE))
-    offer = Offer(SCOPE)
+    offer = BlockProvenance(SCOPE)
     pages = offered(index, offer, 3)
     offered(index, offer, 8, pages)
     assert known(index) == [(0, 8 * SIZE, 0)]
@@ -114,19 +114,19 @@ def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():
 
 
 def test_sources_have_numbers_of_their_own():
-    assert len({Offer(SCOPE).source for _ in range(50)}) == 50
+    assert len({BlockProvenance(SCOPE).source for _ in range(50)}) == 50
 
 
 def test_exact_hits_behind_a_graft_are_exact():
-    offer = Offer(SCOPE, first_approximate=SIZE)
+    offer = BlockProvenance(SCOPE, first_approximate=SIZE)
     assert offer.depths(4, SIZE).tolist() == [0, 1, 1, 1]
     hits = np.array([False, False, True, False, True])
     assert offer.depths(4, SIZE, hits).tolist() == [0, 1, 0, 1]
-    assert Offer(SCOPE).first_approximate == NEVER
+    assert BlockProvenance(SCOPE).first_approximate == NEVER
 
 
 def test_chunks_hold_exact_blocks_and_are_cut_once():
-    offer = Offer(SCOPE, source=7)
+    offer = BlockProvenance(SCOPE, source=7)
     is_exact = np.array([True, True, True, False, True, True])
     found = list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4))
     chains = chain_hashes(TOKENS[: 6 * SIZE], SIZE, SCOPE)
@@ -148,11 +148,11 @@ class Block:
     scope: bytes = SCOPE
 
 
-def register_with(num_blocks: int) -> Register:
-    register = Register(SIZE, 8)
+def register_with(num_blocks: int) -> ChunkIndex:
+    register = ChunkIndex(SIZE, 8)
     tokens = TOKENS[: num_blocks * SIZE]
     chunk = Chunk(SCOPE, "a", tuple(chain_hashes(tokens, SIZE, SCOPE)), tokens, 1, 0)
-    register.add(Record(chunk, {"keys": ("float32", (1, len(tokens), 1))}, int8=False))
+    register.add(ChunkRecord(chunk, {"keys": ("float32", (1, len(tokens), 1))}, int8=False))
     return register
 
 

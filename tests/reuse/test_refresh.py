@@ -3,7 +3,7 @@ import pytest
 
 from kvgraft.kv.pages import PagePool
 from kvgraft.reuse.index import ReuseIndex
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.reuse.refresh import LEAST_TOKENS, LEAST_USES, NAMESPACES, Allowance, Refresh, TextToRead
 from kvgraft.segments.keys import scope_digest
 
@@ -28,9 +28,9 @@ def known(
     index: ReuseIndex, *, first_approximate: int = 0, tokens: np.ndarray = TOKENS, scope: bytes = SCOPE
 ) -> list[int]:
     """Pages of a prompt that is approximate from this block on, and has ended."""
-    offer, count = Offer(scope), len(tokens) // SIZE
+    offer, count = BlockProvenance(scope), len(tokens) // SIZE
     if first_approximate < count:
-        offer.rest_on([(first_approximate * SIZE, 1)])
+        offer.mark_approximate([(first_approximate * SIZE, 1)])
     pages = index.pool.allocate(count)
     index.offer(offer, tokens, np.array(pages), offer.depths(count, SIZE))
     index.pool.release(pages)
@@ -158,5 +158,5 @@ def test_the_allowance_is_a_share_of_what_was_brought():
     allowance.num_read += 130
     assert allowance.left == -30
     for share in (-0.1, 1.5):
-        with pytest.raises(ValueError, match="refresh"):
+        with pytest.raises(ValueError, match="idle_refresh"):
             Allowance(share)

@@ -11,15 +11,15 @@ import torch
 
 from chunks import NBYTES, OTHER_SCOPE, SCOPE, SIZE, holds, make_chunk, make_payload, put, same
 from kvgraft.segments.store import SegmentStore, StoreDirectory, StoreOptions
-from kvgraft.segments.store.chunk import DTYPES, Record
-from kvgraft.segments.store.file_place import FilePlace
+from kvgraft.segments.store.backends import open_place
+from kvgraft.segments.store.chunk import DTYPES, ChunkRecord
+from kvgraft.segments.store.circuit_breaker import PAUSE_S, CircuitBreaker
+from kvgraft.segments.store.file_backend import FileBackend
 from kvgraft.segments.store.files import encode, most_bytes
-from kvgraft.segments.store.health import PAUSE_S, Health
-from kvgraft.segments.store.places import open_place
-from kvgraft.segments.store.redis_place import RedisPlace
-from kvgraft.segments.store.seals import without_source
+from kvgraft.segments.store.redis_backend import RedisBackend
 from kvgraft.segments.store.secret import CACHE_SECRET
 from kvgraft.segments.store.sharing import Sharing
+from kvgraft.segments.store.signer import without_source
 from redis_server import needs_redis, redis_server
 
 ROOM = 1 << 24
@@ -74,10 +74,10 @@ def knows(store, chunk):
 def look(store):
     """Have a store look at the place twice from now on: what was there has been noticed then."""
     seen = []
-    place, original = store._tiers.shared._place, store._tiers.shared._place.come_since
-    place.come_since = lambda *given: (seen.append(1), original(*given))[1]
+    place, original = store._tiers.shared._place, store._tiers.shared._place.read_log
+    place.read_log = lambda *given: (seen.append(1), original(*given))[1]
     wait_for(lambda: len(seen) > 2)
-    place.come_since = original
+    place.read_log = original
 
 
 def misses(store):
@@ -232,7 +232,7 @@ def test_what_one_rank_has_put_is_not_signed_for_another(url, request):
                 server.client.set(key.replace(b"rank-0", b"rank-1"), server.client.get(key))
             server.client.copy("kvgraft:rank-0:records", "kvgraft:rank-1:records")
         else:
-            files = FilePlace(url, "", ROOM, 1.0)._files
+            files = FileBackend(url, "", ROOM, 1.0)._files
             root = files._strip_protocol(url)
             files.copy(f"{root}/rank-0", f"{root}/rank-1", recursive=True)
         wait_for(lambda: misses(one) == {"forged": 1})
@@ -297,7 +297,7 @@ def change(url, server, how):
         for key in server.client.keys("kvgraft:*/*"):
             server.client.set(key, how(server.client.get(key)))
         return
-    files = FilePlace(url, "", ROOM, 1.0)._files
+    files = FileBackend(url, "", ROOM, 1.0)._files
     for path in files.find(f"{files._strip_protocol(url)}/chunks"):
         files.pipe_file(path, how(files.cat_file(path)))
 
@@ -344,7 +344,7 @@ def test_no_more_is_loaded_than_a_chunk_can_have(url):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bound_of_a_chunk_is_close(dtype, int8):
     payload = make_payload(make_chunk(1), getattr(torch, dtype))
-    record = without_source(Record.of(make_chunk(1), payload, int8=int8))
+    record = without_source(ChunkRecord.of(make_chunk(1), payload, int8=int8))
     length = len(encode(record, record.pack(payload)))
     assert length <= most_bytes(record) < length + 4096
 
@@ -455,7 +455,7 @@ def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
         held = threading.Event()
         stack.callback(held.set)
         store = put_and_share(stack, f"file://{tmp_path / 'shared'}", timeout_s=0.2)
-        monkeypatch.setattr("kvgraft.segments.store.file_place.open_regular", lambda _: held.wait())
+        monkeypatch.setattr("kvgraft.segments.store.file_backend.open_regular", lambda _: held.wait())
         asked_at = time.monotonic() + 3.0  # so that it waits for three seconds
         waiting = threading.Thread(target=store.fetch_from, args=([(make_chunk(1).key, 0)], asked_at))
         waiting.start()
@@ -478,7 +478,7 @@ def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
 
 def test_after_three_failures_in_a_row_it_is_left_alone():
     now = [0.0]
-    health = Health("a place", lambda: now[0])
+    health = CircuitBreaker("a place", lambda: now[0])
     for kind in ("reading", "writing", "reading", "looking", "writing"):
         health.failed(kind, "why")
     assert not health.is_paused  # no kind three times
@@ -505,7 +505,7 @@ def sizes(folder):
 
 
 def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
-    with closing(FilePlace(f"file://{tmp_path / 'a'}", "", 10_000, 0.5)) as place:
+    with closing(FileBackend(f"file://{tmp_path / 'a'}", "", 10_000, 0.5)) as place:
         for number in range(12):
             assert place.put(f"one/{number:02d}", b"record", bytes(1000))
             assert place.put("two/first", b"record", bytes(1000)) if number == 0 else True
@@ -516,24 +516,24 @@ def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
         for number in range(10):
             place.put(f"three/{number}", b"record", bytes(1000))
         assert sizes(tmp_path / "a") <= 10_000
-        told, mark = place.come_since("", 100)
+        told, mark = place.read_log("", 100)
         assert len(told) == 23
-        assert place.come_since(mark, 100)[0] == []
+        assert place.read_log(mark, 100)[0] == []
 
 
 def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(tmp_path, monkeypatch):
     root = tmp_path / "shared"
-    with closing(FilePlace(f"file://{root}", "", 10_000, 1.0)) as place:
+    with closing(FileBackend(f"file://{root}", "", 10_000, 1.0)) as place:
         old = time.time_ns() - 4000 * 10**9
-        monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda: old)
+        monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: old)
         place.put("one/gone", b"record", b"data")
         (root / "chunks" / "one" / f"x.{old}.tmp").write_bytes(b"half")
         (root / "chunks" / "one" / "of-somebody-else.tmp").write_bytes(b"half")
         monkeypatch.undo()
         place.remove("one/gone", b"removed")
-    with closing(FilePlace(f"file://{root}", "", 10_000, 1.0)) as place:
+    with closing(FileBackend(f"file://{root}", "", 10_000, 1.0)) as place:
         place.put("one/new", b"new record", b"data")
-        assert place.come_since("", 100)[0] == [b"removed", b"new record"]  # that of the removal is young
+        assert place.read_log("", 100)[0] == [b"removed", b"new record"]  # that of the removal is young
         assert [path.name for path in (root / "chunks").rglob("*") if path.is_file() and path.suffix != ".tmp"] == [
             "new"
         ]
@@ -542,66 +542,66 @@ def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(
 
 def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'shared'}"
-    with closing(FilePlace(url, "", ROOM, 1.0)) as place, closing(FilePlace(url, "", ROOM, 1.0)) as other:
+    with closing(FileBackend(url, "", ROOM, 1.0)) as place, closing(FileBackend(url, "", ROOM, 1.0)) as other:
         now = time.time_ns()
         for number in range(7):
             clock = now - (7 - number) * 1000 * 10**9
-            monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda clock=clock: clock)
+            monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda clock=clock: clock)
             place.put(f"one/{number}", b"%d" % number, b"data")
         monkeypatch.undo()
         told, mark = [], ""
         while True:
-            found, mark = other.come_since(mark, 3)
+            found, mark = other.read_log(mark, 3)
             told += found
             if not found:
                 break
         assert told == [b"%d" % number for number in range(7)]
-        monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda: now - 50 * 10**9)
+        monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: now - 50 * 10**9)
         place.put("one/late", b"late", b"data")
         monkeypatch.undo()
-        assert other.come_since(mark, 3)[0] == [b"late"]
-        assert other.come_since(mark, 3)[0] == []
+        assert other.read_log(mark, 3)[0] == [b"late"]
+        assert other.read_log(mark, 3)[0] == []
 
 
 def test_what_a_clock_far_ahead_has_dated_hides_nothing(tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'shared'}"
-    with closing(FilePlace(url, "", ROOM, 1.0)) as place, closing(FilePlace(url, "", ROOM, 1.0)) as other:
+    with closing(FileBackend(url, "", ROOM, 1.0)) as place, closing(FileBackend(url, "", ROOM, 1.0)) as other:
         ahead = time.time_ns() + 10**4 * 10**9
-        monkeypatch.setattr("kvgraft.segments.store.file_place.time.time_ns", lambda: ahead)
+        monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: ahead)
         place.put("one/ahead", b"ahead", b"data")
         monkeypatch.undo()
-        told, mark = other.come_since("", 100)
+        told, mark = other.read_log("", 100)
         assert told == [b"ahead"]
         place.put("one/now", b"now", b"data")
-        told, mark = other.come_since(mark, 100)
+        told, mark = other.read_log(mark, 100)
         assert told == [b"now"]
-        assert other.come_since(mark, 100)[0] == []
+        assert other.read_log(mark, 100)[0] == []
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(PermissionError, match="is open to others"):
-        FilePlace(f"file://{tmp_path / 'open'}", "", ROOM, 1.0)
+        FileBackend(f"file://{tmp_path / 'open'}", "", ROOM, 1.0)
 
 
 @needs_redis
 def test_a_stream_is_followed_in_pages_where_it_is_trimmed_and_where_it_begins_anew(server):
     server.client.flushall()
-    with closing(RedisPlace(server.url, "", 5.0)) as place:
+    with closing(RedisBackend(server.url, "", 5.0)) as place:
         for number in range(5):
             place.put(f"one/{number}", b"%d" % number, b"data")
-        told, mark = place.come_since("", 3)
+        told, mark = place.read_log("", 3)
         assert told == [b"0", b"1", b"2"]
         server.client.xtrim("kvgraft:records", maxlen=1, approximate=False)
-        assert place.come_since(mark, 3)[0] == [b"4"]  # 3 was missed, and the mark is no longer there
-        _, mark = place.come_since(mark, 3)
-        assert place.come_since(mark, 3) == ([], mark)
+        assert place.read_log(mark, 3)[0] == [b"4"]  # 3 was missed, and the mark is no longer there
+        _, mark = place.read_log(mark, 3)
+        assert place.read_log(mark, 3) == ([], mark)
         server.client.flushall()
-        assert place.come_since(mark, 3) == ([], "")
+        assert place.read_log(mark, 3) == ([], "")
         server.client.xadd("kvgraft:records", {"record": b"early"}, id="5-0")  # by a clock that is behind
-        assert place.come_since(mark, 3) == ([], "")
-        assert place.come_since("", 3)[0] == [b"early"]
+        assert place.read_log(mark, 3) == ([], "")
+        assert place.read_log("", 3)[0] == [b"early"]
 
 
 # Options

@@ -24,8 +24,7 @@ from chunks import (
 )
 from kvgraft.segments.keys import chain_hashes, scope_digest
 from kvgraft.segments.matches import grafted_tokens
-from kvgraft.segments.store import Chunk, Register, SegmentStore, files
-from kvgraft.segments.store import register as register_module
+from kvgraft.segments.store import Chunk, ChunkIndex, SegmentStore, chunk_index, files
 from kvgraft.segments.store.memory import MemoryTier
 
 ROOM = 1 << 24
@@ -431,7 +430,7 @@ def test_accounts_are_right_after_threads_have_used_a_store_together(tmp_path):
 
 
 def test_the_number_of_a_block_that_is_gone_names_no_other(monkeypatch):
-    monkeypatch.setattr(register_module, "_RESTING", 1)
+    monkeypatch.setattr(chunk_index, "_RESTING", 1)
     store, first = open_store(), make_chunk(0)
     put(store, first)
     (match,) = store.match(first.tokens, SCOPE)
@@ -499,7 +498,7 @@ def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeyp
 
         monkeypatch.setattr(owner, name, noted)
 
-    for owner, name in ((Register, "add"), (Register, "find"), (MemoryTier, "put"), (files.PayloadFiles, "read")):
+    for owner, name in ((ChunkIndex, "add"), (ChunkIndex, "find"), (MemoryTier, "put"), (files.PayloadFiles, "read")):
         note(owner, name)
     put(store, make_chunk(1))
     store.flush()

@@ -219,10 +219,10 @@ class Host:
 
     def problems(self) -> list[str]:
         """Everything that must not be when no request is left; an empty list is good."""
-        entries = [page for entry in self.known.frozen.list() for page in entry.pages]
-        frozen = [held for page in entries for held in self.known.pool.held(page)]
+        entries = [page for entry in self.known.pins.list() for page in entry.pages]
+        pinned = [held for page in entries for held in self.known.pool.held(page)]
         references = {block.block_id: block.ref_cnt for block in self.manager.block_pool.blocks if not block.is_null}
-        expected = {block: frozen.count(block) for block in references}
+        expected = {block: pinned.count(block) for block in references}
         tables = {number: m.req_to_blocks for number, m in enumerate(self.manager.coordinator.single_type_managers)}
         checks = {
             "requests in vLLM's scheduler": dict(self.scheduler.requests),
@@ -237,7 +237,7 @@ class Host:
             "cancellations kept": self.queue._cancelled,
             "outcomes not taken": self.worker._ended or self.worker._reported,
             "blocks held for nobody": {b: n for b, n in references.items() if n != expected[b]},
-            "used blocks that are not frozen": self.known.pool.num_used - len(set(frozen)),
+            "used blocks that are not pinned": self.known.pool.num_used - len(set(pinned)),
         }
         return [f"{what}: {found}" for what, found in checks.items() if found]
 

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
 from kvgraft.vllm.connector.adapters import RequestAdapters
@@ -115,7 +115,9 @@ def test_a_request_whose_adapter_got_other_weights_leaves_nothing(path: Path, ad
     for name, number in (("a", 1), ("b", 2)):
         arrived = request(path, name, number)
         scope = scope_digest("model", name)
-        states.append(RequestState(arrived, options, Offer(scope), adapters.of(arrived), recovery_key="naive"))
+        states.append(
+            RequestState(arrived, options, BlockProvenance(scope), adapters.of(arrived), recovery_key="naive")
+        )
     adapters.learn({1: "others"}, states)
     assert [state.has_known_weights for state in states] == [False, True]
     assert [state.refusal for state in states] == ["lora", None]

@@ -90,7 +90,7 @@ def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
 def test_a_plan_that_waits_is_made_anew_when_others_have_come_to_read_what_it_rewrites(host: Host):
     name = host.add(Ask(first_turn(host, EVERYTHING), EVERYTHING, max_tokens=2))
     state, known = host.state(name), host.known
-    host.side._continuing.before_lookup(state)
+    host.side._continuing.inject_approximate_prefix(state)
     state.prefix = known.pool.find(state.request.block_hashes)
     num_prefix = len(state.prefix) * BLOCK
     state.candidate = known.plan(state, num_prefix)[1]

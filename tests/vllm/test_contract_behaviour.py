@@ -408,7 +408,7 @@ def test_a_reset_asks_us_first(driver: Driver):
     pool = driver.pool
     pinned = next(block for block in pool.blocks if block.block_hash is not None)
     pool.touch([pinned])
-    assert driver.scheduler.reset_prefix_cache() is False, "frozen blocks would make every reset fail"
+    assert driver.scheduler.reset_prefix_cache() is False, "pinned blocks would make every reset fail"
     may_reset = [False, True]
 
     def let_go() -> bool:

@@ -30,7 +30,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.server import arguments, keys, serve
-from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
+from kvgraft.vllm.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.vllm.server.plugin import ServerPlugin
 
 SOURCE = Path(arguments.__file__).parent
@@ -122,26 +122,26 @@ def test_the_application_keeps_what_our_routes_ask(name: str):
 def test_every_request_passes_the_guard():
     source = inspect.getsource(AsyncLLM)
     sends = [line.strip() for line in source.splitlines() if "add_request" in line and "engine_core" in line]
-    assert sends, "GuardedEngineClient.admit stands in for engine_core.add_request_async"
+    assert sends, "TenantEngineClient.admit stands in for engine_core.add_request_async"
     assert all("self.engine_core.add_request_async(" in line for line in sends), (
-        "GuardedEngineClient guards this entrance only"
+        "TenantEngineClient guards this entrance only"
     )
-    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, GuardedEngineClient))
-    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "GuardedEngineClient.control passes these"
+    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, TenantEngineClient))
+    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "TenantEngineClient.control passes these"
     assert ours[:3] == theirs[:3]
-    admit = list(inspect.signature(GuardedEngineClient.admit).parameters)
+    admit = list(inspect.signature(TenantEngineClient.admit).parameters)
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
 
 
 def test_what_is_read_anew_can_be_aborted_by_the_name_that_it_was_given():
-    assert callable(OutputProcessor.has_unfinished_requests), "GuardedEngineClient.is_idle asks it"
+    assert callable(OutputProcessor.has_unfinished_requests), "TenantEngineClient.is_idle asks it"
     assert list(inspect.signature(AsyncLLM.abort).parameters)[:2] == ["self", "request_id"]
     source = inspect.getsource(OutputProcessor.abort_requests)
     assert "external_req_ids" in source, "AsyncLLM.abort takes the names that were given to generate"
     assert "queue.put(" in source, "IdleReader waits for the end of what it aborts"
     added = inspect.getsource(AsyncLLM._add_request)
     known, sent = added.index("output_processor.add_request("), added.index("engine_core.add_request_async(")
-    assert known < sent, "GuardedEngineClient.admit is called for what can be aborted"
+    assert known < sent, "TenantEngineClient.admit is called for what can be aborted"
 
 
 def test_every_output_passes_the_guard_and_carries_what_went_ahead():
@@ -162,14 +162,14 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
 def test_what_the_guard_of_quality_reads():
     for output, name in ((RequestOutput, "num_cached_tokens"), (CompletionOutput, "logprobs")):
         assert name in inspect.signature(output.__init__).parameters, "Scorer and Watched read it"
-    assert "external_req_id" in EngineCoreRequest.__struct_fields__, "GuardedEngineClient.admit finds what is watched"
+    assert "external_req_id" in EngineCoreRequest.__struct_fields__, "TenantEngineClient.admit finds what is watched"
 
 
 def test_what_vllm_says_of_a_reset_that_cannot_be():
     said = "".join(
         ast.literal_eval(node) for node in ast.walk(ast.parse(inspect.getsource(scheduler))) if is_text(node)
     )
-    assert NOT_RESET in said, "GuardedEngineClient.reset_prefix_cache answers False to it"
+    assert NOT_RESET in said, "TenantEngineClient.reset_prefix_cache answers False to it"
 
 
 def is_text(node: ast.AST) -> bool:

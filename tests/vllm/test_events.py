@@ -203,7 +203,7 @@ def approximate_pages(host: Host) -> set[int]:
     """Those that hold or follow grafts in some living request."""
     side, blocks_of = host.side, host.manager.get_block_ids
     states = side._requests.values()
-    return {page for state in states for page in blocks_of(state.id)[0][side._hiding.first_block(state) :]}
+    return {page for state in states for page in blocks_of(state.id)[0][side._masking.first_block(state) :]}
 
 
 def told_pages(host: Host, router: Router) -> dict[Any, int]:

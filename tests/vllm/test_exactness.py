@@ -60,7 +60,7 @@ class Amended(Policy):
             computed = ctx.kv(layer, grafted)
             ctx.graft(range(layer, layer + 1))
             keys, values = (new - old for new, old in zip(computed, ctx.kv(layer, grafted), strict=True))
-            ctx.add(layer, grafted, ctx.turning(positions)(layer, ctx.turning(-positions)(layer, keys)), values)
+            ctx.add(layer, grafted, ctx.rotate_keys(positions)(layer, ctx.rotate_keys(-positions)(layer, keys)), values)
         return hidden
 
 

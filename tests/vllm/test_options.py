@@ -18,8 +18,8 @@ from kvgraft.vllm.options import (
     KEY,
     MAX_NAME,
     Control,
-    Report,
     RequestOptions,
+    ServedReport,
     check_name,
     namespace_label,
 )
@@ -77,8 +77,8 @@ def test_all_shared_text_is_wanted_unless_some_is_named(said: dict[str, Any], sh
 
 
 def test_a_given_answer_is_taken_as_it_is():
-    assert RequestOptions.parse({"answer": [5, 0]}, DEFAULT) == RequestOptions(POLICY, answer=(5, 0))
-    assert RequestOptions.parse({"answer": None}, DEFAULT).answer == ()
+    assert RequestOptions.parse({"forced_output": [5, 0]}, DEFAULT) == RequestOptions(POLICY, forced_output=(5, 0))
+    assert RequestOptions.parse({"forced_output": None}, DEFAULT).forced_output == ()
 
 
 def test_the_namespace_is_taken_as_it_is():
@@ -121,10 +121,10 @@ def test_the_namespace_is_taken_as_it_is():
         ({"control": {"op": "list"}}, "no option 'control': it has"),
         ({"name": "sparsex"}, "no option 'name': it has"),
         ({7: 1}, "no option 7: it has"),
-        ({"answer": []}, "answer must be a list of token ids, got '[]'"),
-        ({"answer": "w3"}, "answer must be a list of token ids, got 'w3'"),
-        ({"answer": [3, -1]}, "answer must be a list of token ids, got '[3, -1]'"),
-        ({"answer": [True]}, "answer must be a list of token ids, got '[True]'"),
+        ({"forced_output": []}, "forced_output must be a list of token ids, got '[]'"),
+        ({"forced_output": "w3"}, "forced_output must be a list of token ids, got 'w3'"),
+        ({"forced_output": [3, -1]}, "forced_output must be a list of token ids, got '[3, -1]'"),
+        ({"forced_output": [True]}, "forced_output must be a list of token ids, got '[True]'"),
         ({"namespace": 5}, "namespace must be a printable string of 1 to 128 characters, got '5'"),
         ({"namespace": "a\nb"}, "namespace must be a printable string"),
         ({"namespace": "x" * (MAX_NAME + 1)}, "namespace must be a printable string"),
@@ -188,7 +188,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
     return "secret"
 
 
-@pytest.mark.parametrize("control", [Control("freeze", "manual"), Control("delete", "manual"), Control("list")])
+@pytest.mark.parametrize("control", [Control("pin", "manual"), Control("delete", "manual"), Control("list")])
 def test_a_control_operation_survives_its_way_into_the_engine(token: str, control: Control):
     assert Control.parse(control.as_params()[KEY]["control"]) == control
 
@@ -225,9 +225,9 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"op": "thaw", "token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'thaw'"),
-        ({"token": "secret"}, "op must be freeze, delete, list, refresh, read or score, got 'None'"),
-        ({"op": "freeze", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
+        ({"op": "thaw", "token": "secret"}, "op must be pin, delete, list, refresh, read or score, got 'thaw'"),
+        ({"token": "secret"}, "op must be pin, delete, list, refresh, read or score, got 'None'"),
+        ({"op": "pin", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
         (
             {"op": "list", "token": "secret", "namespace": "x"},
             "control must have adapter, name, op, owner, quota, token",
@@ -243,9 +243,11 @@ def test_what_is_no_control_operation_is_refused(token: str, said: Any, message:
 
 
 def test_a_report_travels_as_plain_json():
-    report = Report(policy="Naive()", prompt_tokens=9, grafted_tokens=4, fresh_tokens=5, spans=[[0, 4, "grafted"]])
+    report = ServedReport(
+        policy="Naive()", prompt_tokens=9, grafted_tokens=4, fresh_tokens=5, spans=[[0, 4, "grafted"]]
+    )
     sent = report.as_params()
     assert list(sent) == [KEY]
-    assert Report(**sent[KEY]) == report
+    assert ServedReport(**sent[KEY]) == report
     sent[KEY]["spans"].append("changed")
     assert report.spans == [[0, 4, "grafted"]]

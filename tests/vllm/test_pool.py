@@ -1,4 +1,4 @@
-"""Virtual and frozen blocks in vLLM's own block pool: what is live, who holds what, and nothing is ever lost."""
+"""Virtual and pinned blocks in vLLM's own block pool: what is live, who holds what, and nothing is ever lost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.pins import PinnedDocuments
 from kvgraft.vllm.groups import NULL_PAGE, CacheGroups
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.pool import SharedPool
@@ -226,56 +226,56 @@ TestConservation = Conservation.TestCase
 TestConservation.settings = examples(40, stateful_step_count=30)
 
 
-def test_frozen_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, blocks: BlockPool):
-    frozen, kept, other = FrozenPool(pool), fill(blocks, 3, seed=1), fill(blocks, 3, seed=2)
+def test_pinned_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, blocks: BlockPool):
+    pinned, kept, other = PinnedDocuments(pool), fill(blocks, 3, seed=1), fill(blocks, 3, seed=2)
     versions = {page: int(pool.versions_of([page])[0]) for page in (*kept, *other)}
-    frozen.insert("manual", "ours", kept)
+    pinned.insert("manual", "ours", kept)
     free(blocks, kept)
     free(blocks, other)
     for seed in range(3, 9):
         free(blocks, fill(blocks, 6, seed))
     assert pool.is_live(np.array(kept), np.array([versions[page] for page in kept])).all()
     assert not pool.is_live(np.array(other), np.array([versions[page] for page in other])).any()
-    frozen.delete("manual", "ours")
+    pinned.delete("manual", "ours")
     assert pool.num_used == 0
 
 
 def test_capacity_is_a_share_of_the_pages_without_the_null_block(pool: SharedPool, blocks: BlockPool):
-    frozen, pages = FrozenPool(pool, capacity=4 / NUM_PAGES), fill(blocks, 5, seed=1)
-    with pytest.raises(ValueError, match="'big' needs 5 frozen pages, but 0 of at most 4 are taken"):
-        frozen.insert("big", "ours", pages)
+    pinned, pages = PinnedDocuments(pool, capacity=4 / NUM_PAGES), fill(blocks, 5, seed=1)
+    with pytest.raises(ValueError, match="'big' needs 5 pinned pages, but 0 of at most 4 are taken"):
+        pinned.insert("big", "ours", pages)
     assert [pool.ref_count(page) for page in pages] == [1] * 5
-    frozen.insert("fits", "ours", pages[:4])
+    pinned.insert("fits", "ours", pages[:4])
     assert [pool.ref_count(page) for page in pages] == [2, 2, 2, 2, 1]
 
 
 def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(pool: SharedPool, blocks: BlockPool):
-    frozen, mine, theirs = (
-        FrozenPool(pool, watermark=6 / NUM_PAGES, capacity=1.0),
+    pinned, mine, theirs = (
+        PinnedDocuments(pool, watermark=6 / NUM_PAGES, capacity=1.0),
         fill(blocks, 4, 1),
         fill(blocks, 3, 2),
     )
-    frozen.insert("mine", "a", mine)
-    frozen.insert("theirs", "b", theirs)
+    pinned.insert("mine", "a", mine)
+    pinned.insert("theirs", "b", theirs)
     free(blocks, mine)
     free(blocks, theirs)
     pool.hit_counts[[mine[0], mine[3]]] += 1
     assert pool.num_used == 7
-    assert frozen.shed("a", num_needed=1) == 2
-    [entry] = frozen.list("a")
+    assert pinned.shed("a", num_needed=1) == 2
+    [entry] = pinned.list("a")
     assert (entry.pages, entry.num_shed) == ((mine[0], mine[3]), 2)
-    assert frozen.list("b")[0].pages == tuple(theirs)
-    assert frozen.shed("a", num_needed=NUM_PAGES) == 2
-    assert (frozen.list("a"), pool.num_used) == ([], 3)
-    assert frozen.shed("a", num_needed=NUM_PAGES) == 0
+    assert pinned.list("b")[0].pages == tuple(theirs)
+    assert pinned.shed("a", num_needed=NUM_PAGES) == 2
+    assert (pinned.list("a"), pool.num_used) == ([], 3)
+    assert pinned.shed("a", num_needed=NUM_PAGES) == 0
 
 
 def test_what_is_spared_is_not_shed(pool: SharedPool, blocks: BlockPool):
-    frozen, pages = FrozenPool(pool, watermark=1 / NUM_PAGES, capacity=1.0), fill(blocks, 4, seed=1)
-    frozen.insert("mine", "a", pages)
+    pinned, pages = PinnedDocuments(pool, watermark=1 / NUM_PAGES, capacity=1.0), fill(blocks, 4, seed=1)
+    pinned.insert("mine", "a", pages)
     free(blocks, pages)
-    assert frozen.shed("a", NUM_PAGES, spare=pages[1:3]) == 2
-    assert [entry.pages for entry in frozen.list("a")] == [tuple(pages[1:3])]
+    assert pinned.shed("a", NUM_PAGES, spare=pages[1:3]) == 2
+    assert [entry.pages for entry in pinned.list("a")] == [tuple(pages[1:3])]
 
 
 def test_pages_are_found_by_their_hashes(pool: SharedPool, blocks: BlockPool):
@@ -307,13 +307,13 @@ def test_hashes_are_forgotten_but_for_pages_that_are_kept_or_held(pool: SharedPo
 
 
 def test_what_a_request_still_holds_is_not_counted_as_room(pool: SharedPool, blocks: BlockPool):
-    frozen, pages = FrozenPool(pool), fill(blocks, 3, seed=1)
-    frozen.insert("manual", "a", pages)
-    assert frozen.num_sheddable("a") == 0
+    pinned, pages = PinnedDocuments(pool), fill(blocks, 3, seed=1)
+    pinned.insert("manual", "a", pages)
+    assert pinned.num_sheddable("a") == 0
     free(blocks, pages)
-    assert frozen.num_sheddable("a") == 3
-    frozen.insert("copy", "b", pages)
-    assert frozen.num_sheddable("a") == 0
+    assert pinned.num_sheddable("a") == 3
+    pinned.insert("copy", "b", pages)
+    assert pinned.num_sheddable("a") == 0
 
 
 @pytest.mark.parametrize(("spec", "lives"), [(LOCAL, True), (SLIDING, False), (FULL, False)])

@@ -55,7 +55,7 @@ def test_text_that_is_grafted_is_read_and_grafted_exact(reading: Host):
     chosen = control(reading, REFRESH)
     assert chosen == {"tokens": NEW, "cache_salt": "a"}
     assert control(reading, READ, NEW, "a") == {"num_tokens": len(NEW)}
-    assert reading.count("read_anew_tokens_total") == len(NEW)
+    assert reading.count("idle_refresh_tokens_total") == len(NEW)
     assert control(reading, REFRESH) == NOTHING
     assert graft(reading, seed=100) == 1
     [alone] = reading.ask(Ask(NEW, OFF, "a"))
@@ -68,7 +68,7 @@ def test_a_text_is_read_in_pieces_and_each_token_once(reading: Host):
     assert chosen["tokens"] == LONG
     for stop in (8 * BLOCK, 16 * BLOCK, 20 * BLOCK):
         assert control(reading, READ, LONG[:stop], "a") == {"num_tokens": stop}
-    assert reading.count("read_anew_tokens_total") == len(LONG)
+    assert reading.count("idle_refresh_tokens_total") == len(LONG)
     assert graft(reading, LONG) == 1
 
 
@@ -80,10 +80,10 @@ def test_what_was_read_before_an_interruption_stays_and_the_rest_comes_next(read
     reading.abort(name)
     [answer] = reading.ask(Ask(words(40, 7), NAIVE, "b"))
     assert len(answer.tokens) == 8
-    assert reading.count("read_anew_tokens_total") == STEP_TOKENS
+    assert reading.count("idle_refresh_tokens_total") == STEP_TOKENS
     assert control(reading, REFRESH) == chosen
     assert control(reading, READ, LONG, "a") == {"num_tokens": len(LONG)}
-    assert reading.count("read_anew_tokens_total") == len(LONG)
+    assert reading.count("idle_refresh_tokens_total") == len(LONG)
     assert control(reading, REFRESH) == NOTHING
     assert graft(reading, LONG) == 1
 
@@ -100,7 +100,7 @@ def test_a_reading_that_never_began_counts_nothing(reading: Host):
     name = reading.add(Ask(NEW, Control(READ).as_params()["kvgraft"], "a", max_tokens=1))
     reading.abort(name)
     reading.settle()
-    assert reading.count("read_anew_tokens_total") == 0
+    assert reading.count("idle_refresh_tokens_total") == 0
     assert control(reading, REFRESH) == chosen
 
 
@@ -141,14 +141,14 @@ def test_control_requests_bring_nothing(host: Host, monkeypatch: pytest.MonkeyPa
     assert control(host, REFRESH) == NOTHING
 
 
-def test_frozen_text_is_not_shed_for_it(reading: Host, monkeypatch: pytest.MonkeyPatch):
+def test_pinned_text_is_not_shed_for_it(reading: Host, monkeypatch: pytest.MonkeyPatch):
     use(reading)
-    monkeypatch.setattr(reading.known.frozen, "watermark", 0.05)
+    monkeypatch.setattr(reading.known.pins, "watermark", 0.05)
     assert control(reading, REFRESH) == NOTHING
 
 
 def test_it_is_off_unless_asked_for(host: Host):
-    assert host.side.settings.refresh == 0
+    assert host.side.settings.idle_refresh == 0
     use(host, 3)
     assert control(host, REFRESH) == NOTHING
 
@@ -160,12 +160,12 @@ def test_a_client_can_neither_ask_what_to_read_nor_have_it_read(reading: Host, o
     [answer] = reading.ask(Ask(words(50, 6), {"control": {"op": op, "token": token}}, "a"))
     assert answer.report["reason"] == "invalid_params"
     assert not {"tokens", "cache_salt", "num_tokens"} & answer.report.keys()
-    assert reading.count("read_anew_tokens_total") == 0
+    assert reading.count("idle_refresh_tokens_total") == 0
     assert control(reading, REFRESH)["tokens"] == NEW, "so it could have been told"
 
 
 def test_a_server_that_nobody_would_ask_does_not_start(host: Host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(CONTROL_TOKEN)
-    with pytest.raises(ValueError, match=r"refresh is 0\.5.*kvgraft serve"):
+    with pytest.raises(ValueError, match=r"idle_refresh is 0\.5.*kvgraft serve"):
         allow(host, monkeypatch, 0.5)
     allow(host, monkeypatch, 0.0)

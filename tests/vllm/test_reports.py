@@ -190,7 +190,7 @@ def test_an_idle_engine_is_shown_as_idle(host: Host):
     host.settle()
     assert host.known.pool.num_used == 0
     shown = host.stats.data["kvgraft:pool_blocks"]
-    assert shown == {"used": 0, "free": host.known.pool.num_free, "frozen": 0}
+    assert shown == {"used": 0, "free": host.known.pool.num_free, "pinned": 0}
     assert host.count("index_entries") == len(host.known.index)
 
 

@@ -11,10 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.vllm.connector.continuing import Continuing
-from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
@@ -46,9 +46,9 @@ class Desk:
         self.tables: dict[str, list[int]] = {}
         manager = manager_of(self.blocks, get_block_ids=lambda name: (self.tables[name],))
         settings = KVGraftSettings.parse({"max_depth": 3})
-        self.known = Planner(manager, BLOCK, settings, frozen_capacity=0.5)
-        self.hiding = Hiding(manager, self.known.pool, BLOCK)
-        self.continuing = Continuing(self.known, self.hiding)
+        self.known = Planner(manager, BLOCK, settings, pin_capacity=0.5)
+        self.masking = HashMasking(manager, self.known.pool, BLOCK)
+        self.continuing = Continuing(self.known, self.masking)
 
     def ask(self, tokens: list[int], namespace: str, policy: str = "naive", conversation: int | None = None) -> None:
         """Serve a request and check what it has found; one that belongs to no conversation reuses nothing."""
@@ -57,13 +57,13 @@ class Desk:
         request = Request(name, tokens, SamplingParams(max_tokens=1), None, cache_salt=namespace, block_hasher=hasher())
         shared = tuple(scope_digest("model", other) for other in SHARED.get(namespace, ()))
         options = RequestOptions(parse_policy(policy), reuse=conversation is not None)
-        state = RequestState(request, options, Offer(scope_digest("model", namespace)), shared=shared)
+        state = RequestState(request, options, BlockProvenance(scope_digest("model", namespace)), shared=shared)
         if options.reuse:
             state.recovery_key = policy, shared
             reached = self.reached[conversation, state.recovery_key]
             self.counts["withheld"] += max(reached.values(), default=0) > reached[namespace]
             reached[namespace] = max(reached[namespace], len(tokens))
-        self.continuing.before_lookup(state)
+        self.continuing.inject_approximate_prefix(state)
         hashes = request.block_hashes[: (len(tokens) - 1) // BLOCK]
         state.prefix = self.known.pool.find(hashes[: self.known.pool.num_cached(hashes)])
         self._check_prefix(state)
@@ -92,8 +92,8 @@ class Desk:
         self.counts["shared"] += bool(owners - {state.namespace})
         state.plan = candidate.plan
         if candidate.steps:
-            self.hiding.hide(state, candidate.steps[0][0])
-            state.offer.rest_on(candidate.steps)
+            self.masking.mask(state, candidate.steps[0][0])
+            state.offer.mark_approximate(candidate.steps)
             self.counts[f"depth {state.offer.depth}"] += 1
 
     def _compute(self, state: RequestState) -> None:
@@ -116,7 +116,7 @@ class Desk:
         self.known.offer(state, table, num_tokens)
         self.continuing.remember(state, table, num_tokens)
         self.continuing.leave(state, table)
-        self.hiding.give_up(state)
+        self.masking.release(state)
         self.known.pool.release(table)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvgraft.kv.pages import PagePool
-from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.pins import PinnedDocuments
 from kvgraft.vllm.settings import KVGraftSettings
 
 
@@ -21,11 +21,11 @@ def test_what_is_given_is_taken():
         "max_depth": 2,
         "require_clean_context": True,
         "watermark": 1,
-        "frozen_capacity": 0.25,
+        "pin_capacity": 0.25,
         "costs": "tokens",
-        "exact_value": 0,
+        "exactness_weight": 0,
         "document_gib": 0.5,
-        "refresh": 0.1,
+        "idle_refresh": 0.1,
     }
     assert KVGraftSettings.parse(said) == KVGraftSettings(**said)
 
@@ -45,10 +45,10 @@ def test_what_is_given_is_taken():
         ({"watermark": 1.5}, "watermark must be a share"),
         ({"watermark": "0.9"}, "watermark must be a share"),
         ({"watermark": True}, "watermark must be a share"),
-        ({"frozen_capacity": -0.1}, "frozen_capacity must be a share"),
-        ({"frozen_capacity": float("nan")}, "frozen_capacity must be a share"),
-        ({"exact_value": 2}, "exact_value must be a share from 0 to 1, got 2"),
-        ({"refresh": 2}, "refresh must be a share from 0 to 1, got 2"),
+        ({"pin_capacity": -0.1}, "pin_capacity must be a share"),
+        ({"pin_capacity": float("nan")}, "pin_capacity must be a share"),
+        ({"exactness_weight": 2}, "exactness_weight must be a share from 0 to 1, got 2"),
+        ({"idle_refresh": 2}, "idle_refresh must be a share from 0 to 1, got 2"),
         ({"costs": 1.0}, "costs must be measured, tokens or a file, got 1.0"),
         ({"document_gib": -1}, "document_gib must be a number of at least 0, got -1"),
         ({"document_gib": float("nan")}, "document_gib must be a number of at least 0, got nan"),
@@ -70,10 +70,10 @@ def test_what_is_not_allowed_is_refused_by_name(said: dict[str, Any], message: s
         KVGraftSettings.parse(said)
 
 
-@pytest.mark.parametrize("name", ["watermark", "frozen_capacity"])
-def test_shares_of_the_pool_are_those_that_the_frozen_pool_takes(name: str):
+@pytest.mark.parametrize("name", ["watermark", "pin_capacity"])
+def test_shares_of_the_pool_are_those_that_the_pinned_pool_takes(name: str):
     for share in (1e-9, 0.5, 1):
         settings = KVGraftSettings.parse({name: share})
-        FrozenPool(PagePool(8, 4), settings.watermark, settings.frozen_capacity)
+        PinnedDocuments(PagePool(8, 4), settings.watermark, settings.pin_capacity)
     with pytest.raises(ValueError, match=name):
         KVGraftSettings.parse({name: 0})

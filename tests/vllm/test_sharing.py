@@ -8,7 +8,7 @@ from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, words
 from hosts import Host
 from processes import HostProcess
 
-from kvgraft.vllm.granted import GRANTED, granted_params, granted_salts
+from kvgraft.vllm.namespace_grants import GRANTED, granted_params, granted_salts
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
 
 DOCUMENT = words(300, 1)
@@ -32,22 +32,22 @@ def ask(host: Host, prompt: Sequence[int], options: Any = NAIVE, salt: str = "a"
     return send(host, prompt, options, salt, granted_params(salt, shared))
 
 
-def freeze(host: Host, text: list[int], salt: str, name: str = "manual") -> None:
-    host.ask(Ask(text, Control("freeze", name).as_params()["kvgraft"], salt, max_tokens=1), limit=200)
+def pin(host: Host, text: list[int], salt: str, name: str = "manual") -> None:
+    host.ask(Ask(text, Control("pin", name).as_params()["kvgraft"], salt, max_tokens=1), limit=200)
 
 
 def segments(host: Host, salt: str) -> list[dict[str, Any]]:
     [answer] = host.ask(Ask([5], Control("list").as_params()["kvgraft"], salt, max_tokens=1), limit=200)
-    return answer.report["segments"]
+    return answer.report["pins"]
 
 
 def test_who_is_let_in_finds_the_text_and_nobody_else(host: Host, plain: HostProcess):
-    freeze(host, DOCUMENT, "wiki")
+    pin(host, DOCUMENT, "wiki")
     for shared in ((), ("law",), ("wik",)):
         stranger = ask(host, PROMPT, EVERYTHING, shared=shared)
         assert (stranger.cached, stranger.report["reason"]) == (0, "no_known_text")
         host.forget()
-        freeze(host, DOCUMENT, "wiki")
+        pin(host, DOCUMENT, "wiki")
     reader = ask(host, PROMPT, EVERYTHING, shared=("law", "wiki"))
     assert reader.grafted == 288
     assert [stranger.tokens, reader.tokens] == plain.tokens(PROMPT, PROMPT)
@@ -56,14 +56,14 @@ def test_who_is_let_in_finds_the_text_and_nobody_else(host: Host, plain: HostPro
 
 def test_physical_blocks_are_nobody_else_s(host: Host):
     """Also where the shared text begins the prompt: it is copied, and only its owner has it as it stands."""
-    freeze(host, DOCUMENT, "wiki")
+    pin(host, DOCUMENT, "wiki")
     reader = ask(host, DOCUMENT, shared=("wiki",))
     assert (reader.report["prefix_tokens"], reader.grafted) == (0, 288)
     assert host.ask(Ask(DOCUMENT, OFF, "wiki"))[0].cached == 288
 
 
 def test_what_a_reader_leaves_is_its_own(host: Host):
-    freeze(host, DOCUMENT, "wiki")
+    pin(host, DOCUMENT, "wiki")
     mine = words(200, 3)
     ask(host, mine, shared=("wiki",))
     for salt, shared in (("b", ("wiki",)), ("wiki", ()), ("c", ())):
@@ -86,17 +86,17 @@ def test_own_and_shared_text_in_one_prompt(host: Host, plain: HostProcess):
 def test_documents_of_which_a_part_is_kept_may_be_shared(host: Host):
     text = words(15 * BLOCK, 1)
     prompt = words(9, 5) + text + words(20, 6)
-    freeze(host, text, "wiki")
+    pin(host, text, "wiki")
     assert ask(host, prompt, {"policy": "condense"}).report["reason"] == "no_known_text"
     host.forget()
-    freeze(host, text, "wiki")
+    pin(host, text, "wiki")
     assert ask(host, prompt, {"policy": "condense"}, shared=("wiki",)).report["kept_tokens"] < len(text)
 
 
 def test_a_reader_neither_sheds_nor_deletes_what_it_reads(host: Host):
     """Above the watermark, 85 of 95 blocks, it sheds its own text."""
-    freeze(host, words(20 * BLOCK, 1), "wiki")
-    freeze(host, words(10 * BLOCK, 2), "a", "notes")
+    pin(host, words(20 * BLOCK, 1), "wiki")
+    pin(host, words(10 * BLOCK, 2), "a", "notes")
     deletion = Control("delete", "manual").as_params()["kvgraft"]
     assert host.ask(Ask([5], deletion, "a", max_tokens=1))[0].report["status"] == 404
     ask(host, words(60 * BLOCK - 10, 3), OFF, shared=("wiki",))
@@ -111,7 +111,7 @@ def test_a_reader_neither_sheds_nor_deletes_what_it_reads(host: Host):
 def test_only_who_reads_the_same_goes_on_with_what_was_left(
     host: Host, salt: str, shared: tuple[str, ...], goes_on: bool
 ):
-    freeze(host, DOCUMENT, "wiki")
+    pin(host, DOCUMENT, "wiki")
     assert ask(host, PROMPT, shared=("wiki",)).grafted == 288
     answer = ask(host, PROMPT + words(40, 7), salt=salt, shared=shared)
     assert answer.report["prefix_tokens"] == 0

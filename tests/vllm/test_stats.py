@@ -37,7 +37,7 @@ def payload() -> Stats:
     stats.observe(STAGES, "align", 0.002)
     stats.observe(STAGES, "align", 0.5)
     stats.level(POOL, "used", 7)
-    stats.level("kvgraft:frozen_segments", "", 3)
+    stats.level("kvgraft:pinned_documents", "", 3)
     return stats
 
 
@@ -49,7 +49,7 @@ def test_a_payload_counts_collects_and_keeps_the_latest_level():
         "kvgraft:tokens_total": {"fresh": 40},
         STAGES: {"align": [0.002, 0.5]},
         POOL: {"used": 5},
-        "kvgraft:frozen_segments": {"": 3},
+        "kvgraft:pinned_documents": {"": 3},
     }
 
 
@@ -102,7 +102,7 @@ def test_the_log_line_has_one_number_for_each_label():
         "tokens_total[fresh]": 40,
         "stage_seconds[align]": pytest.approx(0.251),
         "pool_blocks[used]": 7,
-        "frozen_segments": 3,
+        "pinned_documents": 3,
     }
 
 
@@ -168,7 +168,7 @@ def test_prometheus_shows_counters_gauges_and_histograms(registry: CollectorRegi
     assert value(REQUESTS, LABELS | {"outcome": "grafted"}) == 4
     assert value("kvgraft:tokens_total", LABELS | {"kind": "fresh"}) == 80
     assert value(POOL, LABELS | {"state": "used"}) == 7
-    assert value("kvgraft:frozen_segments", LABELS) == 3
+    assert value("kvgraft:pinned_documents", LABELS) == 3
     stage = LABELS | {"stage": "align"}
     assert value(f"{STAGES}_count", stage) == 4
     assert value(f"{STAGES}_sum", stage) == pytest.approx(1.004)

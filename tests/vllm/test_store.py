@@ -11,7 +11,7 @@ import pytest
 import warm
 from engines import ALONE, TWO_RANKS
 
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.testbed import MODEL_DIR
@@ -128,7 +128,7 @@ def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]]
 def test_what_is_stored_says_whose_it_is():
     salt = Salts().of(Tenant.of("key"), "wiki")
     request = SimpleNamespace(cache_salt=salt, all_token_ids=list(range(32)))
-    state = RequestState(request, Control("list"), Offer(scope_digest("model", salt)))
+    state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
     state.offer.num_registered = 2
     index = SimpleNamespace(cuts=(None, []))
     known = SimpleNamespace(block_size=16, index=index, pool=SimpleNamespace(acquire=lambda pages: None))

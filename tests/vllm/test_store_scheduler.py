@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_pool import BLOCK, make_pool, manager_of
 
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.store import Chunk, Record
+from kvgraft.segments.store import Chunk, ChunkRecord
 from kvgraft.vllm.connector.metadata import StoreReport, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
@@ -20,9 +20,9 @@ SCOPE = scope_digest("model", "namespace")
 TOKENS = np.arange(3 * BLOCK)
 
 
-def record() -> Record:
+def record() -> ChunkRecord:
     chunk = Chunk(SCOPE, "", tuple(chain_hashes(TOKENS, BLOCK, SCOPE)), TOKENS, 1, 0)
-    return Record(chunk, {"keys": ("float32", (1, len(TOKENS), 8))}, False)
+    return ChunkRecord(chunk, {"keys": ("float32", (1, len(TOKENS), 8))}, False)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_
 
     def waits(store: StoreScheduler) -> bool:
         request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
-        state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
+        state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
         return store.is_coming(state, 0, 9, grafts=True)
 
     for store in (stored, sharing):
@@ -80,7 +80,7 @@ def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_
 
 def test_prompts_wait_until_each_rank_has_said_what_it_holds(stored: StoreScheduler):
     request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
-    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
+    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
     for rank, waits in ((0, True), (0, True), (1, False)):
         stored.on_report(rank, StoreReport(ready=True))
         assert stored.is_coming(state, 0, 9, grafts=True) == waits
@@ -90,7 +90,7 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
     for rank in (0, 1):
         stored.on_report(rank, StoreReport(records=[record()], ready=True))
     request = SimpleNamespace(all_token_ids=[9, 9, *TOKENS.tolist(), 9], block_hashes=[])
-    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), Offer(SCOPE))
+    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
     assert stored.is_coming(state, 0, 9, grafts=True)
     [load] = stored.take_orders().loads
     for _ in range(2):
@@ -105,13 +105,13 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
     """And stays what it was: nobody else's, in a load with text of the reader's own."""
     mine, own = scope_digest("model", "mine"), np.arange(500, 500 + 2 * BLOCK)
     chunk = Chunk(mine, "", tuple(chain_hashes(own, BLOCK, mine)), own, 2, 0)
-    records = [record(), Record(chunk, {"keys": ("float32", (1, len(own), 8))}, False)]
+    records = [record(), ChunkRecord(chunk, {"keys": ("float32", (1, len(own), 8))}, False)]
     for rank in (0, 1):
         stored.on_report(rank, StoreReport(records=records, ready=True))
     prompt = [9, 9, *own.tolist(), *TOKENS.tolist(), 9]
     request, options = SimpleNamespace(all_token_ids=prompt, block_hashes=[]), KVGraftSettings().default
     for shared, num_blocks in (((), 2), ((scope_digest("model", "other"),), 0), ((SCOPE,), 3)):
-        state = RequestState(request, options, Offer(mine), shared=shared)
+        state = RequestState(request, options, BlockProvenance(mine), shared=shared)
         assert stored.is_coming(state, 0, 9, grafts=True) == (num_blocks > 0)
         for load in stored.take_orders().loads:
             assert len(load.blocks) == num_blocks, "what has come back is not asked for again"

@@ -172,7 +172,7 @@ def _become(environment: Mapping[str, str], files: Sequence[int]) -> None:
 def main() -> None:
     for name in IMPORTED:
         import_module(name)
-    gc.freeze()  # what forks collect is their own
+    gc.pin()  # what forks collect is their own
     with socket.socket(fileno=int(sys.argv[1])) as asking:
         arguments = serve(asking)
     if arguments[:1] == ["-m"]:

@@ -17,9 +17,9 @@ from kvgraft.cli import (  # noqa: F401  # their commands
     fleet,
     flows,
     models,
-    segments,
     serve,
     simulation,
+    store,
     studies,
     traffic,
 )

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvgraft.cli.options import app, show
 
 if TYPE_CHECKING:
-    from kvgraft.vllm.server.summary import Summary
+    from kvgraft.vllm.server.summary import ConfigurationSummary
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -44,7 +44,7 @@ def serve(context: typer.Context) -> None:
     show(summary, _table(summary), as_json="--json" in arguments)
 
 
-def _table(summary: "Summary") -> Table:
+def _table(summary: "ConfigurationSummary") -> Table:
     table = Table("", "will be used", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, value in summary.uses.items():
         table.add_row(name, Text(value, overflow="fold"))

@@ -12,7 +12,7 @@ from kvgraft.cli.traffic import check_outputs, parse_pool, refuse_measuring
 from kvgraft.evaluate.progress import progress_bar
 
 if TYPE_CHECKING:
-    from kvgraft.evaluate.traffic.trace import Trace
+    from kvgraft.evaluate.traffic.trace import RequestTrace
     from kvgraft.fleet.simulation.generated import TrafficShape
     from kvgraft.fleet.simulation.study import FleetStudy
     from kvgraft.fleet.simulation.traffic import Traffic
@@ -79,7 +79,7 @@ def simulate(
     _write(study, html, plot, as_json=as_json)
 
 
-def _read(paths: list[Path], tokenizer: Path | None, *, skips: bool) -> "Trace":
+def _read(paths: list[Path], tokenizer: Path | None, *, skips: bool) -> "RequestTrace":
     from kvgraft.evaluate.traffic.tokens import open_tokens
     from kvgraft.evaluate.traffic.trace import read_trace
 

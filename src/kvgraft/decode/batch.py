@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.decode.flow import Flow
-from kvgraft.decode.vtensor import Blocks
+from kvgraft.decode.vtensor import NumBlocks
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kernels.workload import Lengths, parts_of
@@ -84,7 +84,7 @@ class Batch:
         return numbers if numbers.is_cpu else None
 
     @memoised
-    def fixed(self, selection: tuple[int | Blocks, ...], flow: Flow) -> tuple[Tensor, Tensor]:
+    def fixed(self, selection: tuple[int | NumBlocks, ...], flow: Flow) -> tuple[Tensor, Tensor]:
         """`tables` of blocks that are the same for every query."""
         return tables(static_selection(selection, self), self, flow)
 
@@ -115,7 +115,7 @@ def _spacing(rows: Tensor) -> tuple[int, int] | None:
     return int(rows[0, 0]), step
 
 
-def static_selection(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
+def static_selection(selection: Sequence[int | NumBlocks], batch: Batch) -> Tensor:
     """Blocks that are the same for every query; those that a sequence does not have are none."""
     filled = batch.filled[:, None]
     fixed, from_end = _places(tuple(selection), filled.device)
@@ -124,7 +124,7 @@ def static_selection(selection: Sequence[int | Blocks], batch: Batch) -> Tensor:
 
 
 @cache
-def _places(selection: tuple[int | Blocks, ...], device: torch.device) -> Tensor:
+def _places(selection: tuple[int | NumBlocks, ...], device: torch.device) -> Tensor:
     """int64 [2, n]: of each block its distance from the beginning or, where the second is 1, from the end."""
     places = [(block, block < 0) if isinstance(block, int) else (block.offset, True) for block in selection]
     return upload(device, torch.tensor(places).T.contiguous())[0]

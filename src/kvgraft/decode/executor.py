@@ -19,7 +19,7 @@ from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group, Template, size_of
 from kvgraft.decode.shapes import block_axis
-from kvgraft.decode.vtensor import Blocks
+from kvgraft.decode.vtensor import NumBlocks
 from kvgraft.decode.writer import is_of_model
 from kvgraft.kernels import dispatch
 from kvgraft.kernels.scratch import PIECE, take
@@ -209,7 +209,7 @@ class _Run:
 
     def _new(self, value: Value) -> Tensor:
         """For a value of all sequences."""
-        shape = [self._batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape[1:]]
+        shape = [self._batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]]
         return self._query.new_empty(len(self._query), *shape)
 
     def _pieces(self, group: Group) -> Iterator[_Piece]:

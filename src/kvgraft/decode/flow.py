@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from kvgraft.decode.graph import Line, Value, tracing
+from kvgraft.decode.graph import SourceLine, Value, tracing
 from kvgraft.decode.operators import Stage
 from kvgraft.decode.shapes import describe, same_entries
-from kvgraft.decode.vtensor import Blocks, Shape
+from kvgraft.decode.vtensor import NumBlocks, Shape
 from kvgraft.methods import require_at_least
 
-Selection = Value | Sequence[int | Blocks]
+Selection = Value | Sequence[int | NumBlocks]
 
 
 class Caches:
@@ -21,7 +21,7 @@ class Caches:
     """
 
     def __init__(self, shapes: Mapping[str, Shape], *, assigns: bool) -> None:
-        self._values = {name: Value(shape, Line.of_author(), name=name) for name, shape in shapes.items()}
+        self._values = {name: Value(shape, SourceLine.of_author(), name=name) for name, shape in shapes.items()}
         self._assigns = assigns
         self.assigned: dict[str, Value] = {}
 
@@ -29,7 +29,7 @@ class Caches:
         return self.assigned.get(name, self._given(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        line = Line.of_author()
+        line = SourceLine.of_author()
         if not self._assigns:
             raise line.error(f"forward_indexer cannot assign to the cache {name!r}: use Save")
         if name in ("k", "v"):
@@ -42,7 +42,7 @@ class Caches:
 
     def _given(self, name: str) -> Value:
         if name not in self._values:
-            raise Line.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
+            raise SourceLine.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
         return self._values[name]
 
 
@@ -136,8 +136,8 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
             raise where.error(
                 f"cache {name!r} of shape {shape}: sizes must be positive integers, and q, k, v are taken"
             )
-    pool: dict[str, Shape] = {"k": (1, Blocks(), block_size, head_dim), "v": (1, Blocks(), block_size, head_dim)}
-    pool |= {name: (1, Blocks(), *shape) for name, shape in declared.items()}
+    pool: dict[str, Shape] = {"k": (1, NumBlocks(), block_size, head_dim), "v": (1, NumBlocks(), block_size, head_dim)}
+    pool |= {name: (1, NumBlocks(), *shape) for name, shape in declared.items()}
     with tracing(Stage.CACHE) as cached:
         c = Caches(pool, assigns=True)
         flow.forward_cache(c)
@@ -152,10 +152,10 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
     return Program(flow, block_size, declared, cached.values, c.assigned, indexed.values, selection, saved)
 
 
-def _line(flow: Flow, method: str) -> Line:
+def _line(flow: Flow, method: str) -> SourceLine:
     """Where the author defines a method."""
     code = getattr(type(flow), method).__code__
-    return Line(code.co_filename, code.co_firstlineno)
+    return SourceLine(code.co_filename, code.co_firstlineno)
 
 
 def _check_selection(flow: Flow, selection: Selection) -> None:
@@ -165,7 +165,7 @@ def _check_selection(flow: Flow, selection: Selection) -> None:
                 "forward_indexer must end in a selection (topK, approxTopK, Union), not in scores"
             )
         return
-    if not isinstance(selection, list | tuple) or not all(isinstance(block, int | Blocks) for block in selection):
+    if not isinstance(selection, list | tuple) or not all(isinstance(block, int | NumBlocks) for block in selection):
         raise _line(flow, "forward_indexer").error(
             f"forward_indexer must return a selection (topK, approxTopK, Union) or a list of blocks, got {selection!r}"
         )

@@ -24,7 +24,7 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.operators import OPERATORS, Operator
 from kvgraft.decode.planner import Group, Template, template_of
 from kvgraft.decode.shapes import block_axis, broadcast
-from kvgraft.decode.vtensor import Blocks
+from kvgraft.decode.vtensor import NumBlocks
 from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 from kvgraft.decode.writer import number as literal
 from kvgraft.kernels import dispatch
@@ -119,7 +119,7 @@ def choose(kernels: Kernels, program: Program, query: Tensor, pool: Pool, batch:
     source, choice, flow = kernels.blocks, kernels.choice, program.flow
     made = {value: query for value in (*source.inputs, *choice.inputs) if value.name == "q"}
     for value in source.outputs:
-        shape: list[int] = [batch.num_blocks if isinstance(size, Blocks) else size for size in value.shape[1:]]
+        shape: list[int] = [batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]]
         made[value] = query.new_empty(len(query), *shape, dtype=torch.float32)
     tensors = [made[value] if value in made else of_pool(pool, value) for value in (*source.inputs, *source.outputs)]
     dispatch.generated(source.text, NAME, tensors, (batch.rows, batch.work), source.tile, heads_of(source, tensors))

@@ -20,14 +20,14 @@ class FlowError(ValueError):
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of a source file."""
 
     path: str
     number: int
 
     @classmethod
-    def of_author(cls) -> "Line":
+    def of_author(cls) -> "SourceLine":
         """The innermost line on the stack outside of this folder; the flows below it count as an author's."""
         frame = sys._getframe(1)
         while frame.f_back and Path(frame.f_code.co_filename).parent == HERE:
@@ -56,7 +56,7 @@ class Value:
     """
 
     shape: Shape
-    line: Line
+    line: SourceLine
     operator: Operator | None = None
     inputs: "tuple[Value | float, ...]" = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def record(operator: Operator, inputs: tuple[Value | float, ...], options: Mappi
     Raises:
         FlowError: it may not stand in this stage, or its inputs do not fit.
     """
-    line, trace = Line.of_author(), _current.get()
+    line, trace = SourceLine.of_author(), _current.get()
     if trace is None:
         raise line.error(f"{operator.name} is applied to a value of a flow outside of that flow")
     if trace.stage not in operator.stages:

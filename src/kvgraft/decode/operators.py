@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.decode import shapes
-from kvgraft.decode.vtensor import Blocks, Shape
+from kvgraft.decode.vtensor import NumBlocks, Shape
 from kvgraft.kernels.dispatch import radix_topk
 
 
@@ -194,4 +194,4 @@ OPERATORS = {
 
 def _sizes(x: Tensor, shape_to: Shape) -> list[int]:
     """Sizes of the axes behind the first, the one over blocks as it is in this tensor."""
-    return [x.shape[axis] if isinstance(size, Blocks) else size for axis, size in enumerate(shape_to) if axis]
+    return [x.shape[axis] if isinstance(size, NumBlocks) else size for axis, size in enumerate(shape_to) if axis]

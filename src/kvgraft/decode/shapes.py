@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-from kvgraft.decode.vtensor import Blocks, Dim, Shape
+from kvgraft.decode.vtensor import Dim, NumBlocks, Shape
 from kvgraft.methods import require_at_least, require_share
 
 
 def block_axis(shape: Shape) -> int | None:
     """The axis over blocks."""
-    return next((axis for axis, size in enumerate(shape) if isinstance(size, Blocks)), None)
+    return next((axis for axis, size in enumerate(shape) if isinstance(size, NumBlocks)), None)
 
 
 def align(shape: Shape, rank: int) -> Shape:
@@ -41,7 +41,7 @@ def describe(shape: Shape) -> str:
 
 
 def _checked(shape: Shape) -> Shape:
-    if sum(isinstance(size, Blocks) for size in shape) > 1:
+    if sum(isinstance(size, NumBlocks) for size in shape) > 1:
         raise ValueError(f"the result {describe(shape)} would have two axes over blocks")
     return shape
 
@@ -70,7 +70,7 @@ def same(shape: Shape, *, dim: int | None = None, **_: Any) -> Shape:
 def grouped(shape: Shape, *, dim: int, size: int) -> Shape:
     axis = _axis(shape, dim)
     count = shape[axis]
-    if isinstance(count, Blocks) or not isinstance(size, int) or size < 1 or count % size:
+    if isinstance(count, NumBlocks) or not isinstance(size, int) or size < 1 or count % size:
         raise ValueError(f"the axis {dim} of {describe(shape)} cannot be cut into groups of {size!r}")
     return (*shape[:axis], count // size, *shape[axis + 1 :])
 
@@ -84,14 +84,14 @@ def product(x: Shape, y: Shape) -> Shape:
 
 
 def contracts_blocks(x: Shape, y: Shape) -> bool:
-    return bool(x) and isinstance(x[-1], Blocks)
+    return bool(x) and isinstance(x[-1], NumBlocks)
 
 
 def kron(x: Shape, y: Shape) -> Shape:
     rank = max(len(x), len(y))
     x, y = align(x, rank), align(y, rank)
     inner = [(a, b) for a, b in zip(x[-2:], y[-2:], strict=True)]
-    if rank < 4 or any(isinstance(size, Blocks) for pair in inner for size in pair):
+    if rank < 4 or any(isinstance(size, NumBlocks) for pair in inner for size in pair):
         raise ValueError(f"{describe(x)} and {describe(y)}: the last two axes must be behind the axis over blocks")
     return (*broadcast(x[:-2], y[:-2]), *(a * b for a, b in inner))  # type: ignore[operator]
 
@@ -129,7 +129,7 @@ def selection(shape: Shape, *, k: int, tolerance: float | None = None) -> Shape:
     require_at_least("k", k, 1)
     if tolerance is not None:
         require_share("tolerance", tolerance)
-    if not any(isinstance(size, Blocks) for size in shape) or math.prod(x for x in shape if isinstance(x, int)) != 1:
+    if not any(isinstance(size, NumBlocks) for size in shape) or math.prod(x for x in shape if isinstance(x, int)) != 1:
         raise ValueError(f"{describe(shape)} has not one score for each block: reduce it to [1, B, 1]")
     return (1, k)
 

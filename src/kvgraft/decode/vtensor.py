@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(Enum):
+class EntryLayout(Enum):
     """Where the entries of a sequence lie."""
 
     BATCH = "batch"  # data[i]: of every sequence as many
@@ -21,22 +21,22 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class NumBlocks:
     """B, the number of blocks of a request that have been filled, or so many less or more."""
 
     offset: int = 0
 
-    def __add__(self, count: int) -> "Blocks":
-        return Blocks(self.offset + count)
+    def __add__(self, count: int) -> "NumBlocks":
+        return NumBlocks(self.offset + count)
 
-    def __sub__(self, count: int) -> "Blocks":
-        return Blocks(self.offset - count)
+    def __sub__(self, count: int) -> "NumBlocks":
+        return NumBlocks(self.offset - count)
 
     def __repr__(self) -> str:
         return f"B{self.offset:+d}" if self.offset else "B"
 
 
-Dim = int | Blocks
+Dim = int | NumBlocks
 Shape = tuple[Dim, ...]
 
 
@@ -75,11 +75,11 @@ class VTensor:
             raise ValueError(f"indices are not pages: there are {len(self.data)}")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> EntryLayout:
         """Which one it has."""
         if self.indptr is None:
-            return Layout.BATCH
-        return Layout.RAGGED if self.indices is None else Layout.PAGED
+            return EntryLayout.BATCH
+        return EntryLayout.RAGGED if self.indices is None else EntryLayout.PAGED
 
     @property
     def num_sequences(self) -> int:
@@ -90,7 +90,9 @@ class VTensor:
     def shape(self) -> Shape:
         """As one request sees it."""
         inner = self.data.shape[1:]
-        return (1, *inner) if self.indptr is None else (1, *inner[: self.axis - 1], Blocks(), *inner[self.axis - 1 :])
+        return (
+            (1, *inner) if self.indptr is None else (1, *inner[: self.axis - 1], NumBlocks(), *inner[self.axis - 1 :])
+        )
 
     def sequence(self, number: int) -> Tensor:
         """[1, ...]: what the PyTorch operators are applied to."""

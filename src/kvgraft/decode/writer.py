@@ -6,7 +6,7 @@ from itertools import count
 
 from kvgraft.decode.graph import Value
 from kvgraft.decode.shapes import align, block_axis
-from kvgraft.decode.vtensor import Blocks, Shape
+from kvgraft.decode.vtensor import NumBlocks, Shape
 
 
 class Writer:
@@ -55,7 +55,7 @@ class Writer:
         """A value, maybe of a higher rank, whose padding along an axis of the tile holds what an operator passes by."""
         rank = max(rank, len(value.shape) - 1)
         size, name = align(value.shape, rank + 1)[axis + 1], self.operand(value, rank)
-        if isinstance(size, Blocks) or size == power(size):
+        if isinstance(size, NumBlocks) or size == power(size):
             return name
         return self.let(f"tl.where({self.index(size, axis, rank)} < {size}, {name}, {number(neutral)})")
 
@@ -65,7 +65,7 @@ class Writer:
 
     def shape(self, shape: Shape) -> list[int]:
         """Of the tile."""
-        return [self._tile if isinstance(size, Blocks) else power(size) for size in shape[1:]]
+        return [self._tile if isinstance(size, NumBlocks) else power(size) for size in shape[1:]]
 
     def let(self, expression: str) -> str:
         """The name that an expression gets."""
@@ -87,7 +87,7 @@ class Writer:
             parts.append(f"s * {name}_0")
         for axis, size in enumerate(shape[1:]):
             stride = f"{name}_{axis if cached and not by_head else axis + 1}"
-            if isinstance(size, Blocks):
+            if isinstance(size, NumBlocks):
                 if by_head:
                     parts.append(f"{_placed('row // heads', axis, rank)} * {name}_0")
                 parts.append(f"{_placed(place, axis, rank)} * {stride}")

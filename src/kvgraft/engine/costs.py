@@ -14,12 +14,12 @@ from kvgraft.reuse.cost import CostModel
 
 
 def make_cost_model(
-    costs: str | Path | Costs | None, exact_value: float, decoder: Decoder, cache: KVCache, max_length: int
+    costs: str | Path | Costs | None, exactness_weight: float, decoder: Decoder, cache: KVCache, max_length: int
 ) -> CostModel | None:
     """As the arguments of `Engine` say; the cache must be empty."""
     if costs is None:
         return None
-    return CostModel(find_costs(costs, partial(measure_costs, decoder, cache, max_length)), exact_value)
+    return CostModel(find_costs(costs, partial(measure_costs, decoder, cache, max_length)), exactness_weight)
 
 
 @torch.inference_mode()

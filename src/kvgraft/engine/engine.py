@@ -40,12 +40,12 @@ from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.cost import EXACT_VALUE
+from kvgraft.reuse.cost import EXACTNESS_WEIGHT
 from kvgraft.reuse.index import ReuseIndex, wants_similar
-from kvgraft.reuse.offer import Offer
-from kvgraft.segments.frozen import FrozenEntry, FrozenPool
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.segments.pins import PinnedDocument, PinnedDocuments
 from kvgraft.segments.segmentation import ANCHORS, Similarity
 from kvgraft.segments.store import SegmentStore, StoreOptions
 
@@ -84,13 +84,13 @@ class Engine:
             default: docs/results/endless.md.
         costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those of a
             file (`kvgraft profile-costs` writes it); None grafts all that is known.
-        exact_value: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
+        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
         require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
             no other text's context.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
             tokenised on their own, so that their token ids never depend on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
-        watermark, frozen_capacity: shares of the pool, see `FrozenPool`.
+        watermark, pin_capacity: shares of the pool, see `PinnedDocuments`.
         store: tiers below the KV pool, in host memory and on disk: exact blocks go there as they are computed, and come
             back. Use the engine as a context manager, or `close` it, to have all of it written.
         document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
@@ -126,12 +126,12 @@ class Engine:
         continuation: bool = True,
         max_depth: int = MAX_DEPTH,
         costs: str | Path | Costs | None = None,
-        exact_value: float = EXACT_VALUE,
+        exactness_weight: float = EXACTNESS_WEIGHT,
         require_clean_context: bool = False,
         anchors: Sequence[str] = (),
         pad_segments: bool = False,
         watermark: float = 0.9,
-        frozen_capacity: float = 0.5,
+        pin_capacity: float = 0.5,
         store: StoreOptions | None = None,
         document_gib: float = 2.0,
         stable_layers: Sequence[int] | None = None,
@@ -153,13 +153,13 @@ class Engine:
         pool, cache = make_pool(
             self.decoder, layout, block_size, num_pages, kv_gib, self.max_length, needed, poison=poison_dropped_pages
         )
-        self.frozen = FrozenPool(pool, watermark, frozen_capacity)
+        self.pins = PinnedDocuments(pool, watermark, pin_capacity)
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
-        cost_model = make_cost_model(costs, exact_value, self.decoder, cache, self.max_length)
+        cost_model = make_cost_model(costs, exactness_weight, self.decoder, cache, self.max_length)
         lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
-        self.memory = Memory(pool, cache, self.frozen, lookup, max_prefill_tokens, tier)
+        self.memory = Memory(pool, cache, self.pins, lookup, max_prefill_tokens, tier)
         stable = load_stable_layers(stable_layers, model_dir, config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
         self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map, enforce_eager=enforce_eager)
@@ -231,7 +231,7 @@ class Engine:
         """
         payload = load_payload(Path(path), self.memory.cache, self._model)
         header = payload.header
-        request = Request(header.prompt, "full", header.sampling, remember=False, answer=header.answer)
+        request = Request(header.prompt, "full", header.sampling, remember=False, forced_output=header.forced_output)
         sequence = self._sequence(0, request)
         sequence.num_dropped = header.num_dropped
         self.scheduler.adopt(sequence)
@@ -254,11 +254,11 @@ class Engine:
             self.scheduler.adopt(sequence)
         return sequences
 
-    def freeze(self, name: str, prompt: Prompt) -> FrozenEntry:
-        """Read a text and keep its blocks in the frozen pool under `name`, in the request's namespace.
+    def pin(self, name: str, prompt: Prompt) -> PinnedDocument:
+        """Read a text and keep its blocks pinned under `name`, in the request's namespace.
 
         Raises:
-            RequestError, ValueError: the text cannot be read, fills no block, or exceeds the frozen capacity.
+            RequestError, ValueError: the text cannot be read, fills no block, or exceeds the pinned capacity.
         """
         request = as_request(prompt)
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -267,7 +267,7 @@ class Engine:
         if result.error:
             raise RequestError(result.error)
         pages = self.memory.lookup.find_prefix(self.token_ids(request), self.scope_of(request.namespace))
-        return self.frozen.insert(name, request.namespace, self.memory.lookup.payload(pages))
+        return self.pins.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
     def read_documents(self, prompt: Prompt) -> int:
         """Read the segments of a prompt on their own, if its policy keeps a part of them, as a request does with those
@@ -278,7 +278,7 @@ class Engine:
         """
         return self.scheduler.read_documents(self._sequence(0, prompt))
 
-    def read_anew(self, max_tokens: int) -> int:
+    def idle_refresh(self, max_tokens: int) -> int:
         """Read text on its own, exactly, that is known only approximately and has been grafted, the most used first;
         prompts prefer it from then on. Returns how many tokens were computed, at most max_tokens; none while requests
         run.
@@ -289,7 +289,7 @@ class Engine:
         require_at_least("max_tokens", max_tokens, 0)
         sampling, num_read = SamplingParams(max_tokens=1, ignore_eos=True), 0
         while not (self.scheduler.running or self.scheduler.waiting):
-            room = self.frozen.num_unpressed * self.memory.pool.block_size
+            room = self.pins.num_unpressed * self.memory.pool.block_size
             text = self.memory.refresh.choose(min(max_tokens - num_read, room), self.max_length - 1)
             if text is None:
                 break
@@ -298,15 +298,15 @@ class Engine:
         return num_read
 
     def clear_cache(self) -> None:
-        """Forget everything that has been read, except what running requests, the frozen pool and the store hold."""
+        """Forget everything that has been read, except what running requests, the pinned documents and the store hold."""
         self.library.store.clear()
         self.memory.pool.clear()
         self.index.segments.blocks.discard_stale()
 
     def check(self) -> None:
-        """Raise RuntimeError if page counts do not follow from running requests and frozen entries (tests)."""
+        """Raise RuntimeError if page counts do not follow from running requests and pinned entries (tests)."""
         tables = [s.lists.held for s in self.scheduler.running if s.lists is not None]
-        self.memory.pool.check([*tables, *(entry.pages for entry in self.frozen.list())])
+        self.memory.pool.check([*tables, *(entry.pages for entry in self.pins.list())])
 
     def scope_of(self, namespace: str) -> bytes:
         """The scope of what this model reads in a namespace, in the index and in the store: `scope_digest`."""
@@ -335,7 +335,7 @@ class Engine:
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
-        offer, sampler = Offer(self.scope_of(request.namespace)), Sampler(request.sampling)
+        offer, sampler = BlockProvenance(self.scope_of(request.namespace)), Sampler(request.sampling)
         sequence = SequenceState(index, request, policy, tokenised.token_ids, offer, sampler, text, flow)
         sequence.matches_similar, sequence.shared = similar, shared
         if request.policy is None and self.profile is not None:

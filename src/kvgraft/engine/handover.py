@@ -23,14 +23,14 @@ _POOLS = ("keys", "values")  # names of the cache's pools; of latent attention t
 
 class Header(msgspec.Struct, frozen=True):
     """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer,
-    `answer` what the request gave of it; `num_dropped` tokens of the prompt were not kept."""
+    `forced_output` what the request forced of it; `num_dropped` tokens of the prompt were not kept."""
 
     model: str
     prompt: tuple[int, ...]
     first_token: int
     sampling: SamplingParams
     num_dropped: int = 0
-    answer: tuple[int, ...] = ()
+    forced_output: tuple[int, ...] = ()
 
     @property
     def num_held(self) -> int:
@@ -50,7 +50,9 @@ class Payload:
 def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str) -> None:
     """Write what a sequence that has its first token needs to go on elsewhere."""
     prompt, request = tuple(sequence.prompt.tolist()), sequence.request
-    header = Header(model, prompt, sequence.tokens[-1], request.sampling, sequence.num_dropped, tuple(request.answer))
+    header = Header(
+        model, prompt, sequence.tokens[-1], request.sampling, sequence.num_dropped, tuple(request.forced_output)
+    )
     tensors = {}
     for page_list in range(cache.layout.num_lists):
         slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]

@@ -13,10 +13,10 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.continuation import Continuations, Continued
-from kvgraft.reuse.copies import Copies, is_copied
-from kvgraft.reuse.cost import CostModel, Estimate
+from kvgraft.reuse.approximate_prefix import ApproximatePrefixCache, Continued
+from kvgraft.reuse.cost import CostEstimate, CostModel
 from kvgraft.reuse.index import ReuseIndex
+from kvgraft.reuse.retention import GraftedBlockRetention, is_copied
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.matches import Match, in_blocks
 
@@ -37,7 +37,7 @@ class Reuse:
 
     hits: dict[int, int]
     matches: list[Match]
-    estimate: Estimate | None
+    estimate: CostEstimate | None
     copied: list[int]
     continued: Continued[bytes] | None = None
 
@@ -73,8 +73,8 @@ class CacheLookup:
         self.local_pages = LocalPages(pool, layout.num_local_lists)
         if layout.num_local_lists:
             index.is_whole = self.local_pages.complete
-        self.continuations = Continuations[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
-        self.copies = Copies(pool)
+        self.continuations = ApproximatePrefixCache[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
+        self.copies = GraftedBlockRetention(pool)
 
     def find(self, sequence: SequenceState, grafts: bool) -> Reuse:
         """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
@@ -184,8 +184,8 @@ class CacheLookup:
     def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
         """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
         num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
-        exact_value = self.cost_model.exact_value if self.cost_model else 0.0
-        continued = self.continuations.find(sequence.recovery_key, chains, num_exact, exact_value)
+        exactness_weight = self.cost_model.exactness_weight if self.cost_model else 0.0
+        continued = self.continuations.find(sequence.recovery_key, chains, num_exact, exactness_weight)
         if continued is not None:
             pages = self.pool.lookup_all(continued.keys)
             hits |= {block: page for block, page in enumerate(pages, continued.first_block) if page is not None}
@@ -207,7 +207,7 @@ class CacheLookup:
 
     def _matches(
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False
-    ) -> tuple[list[Match], Estimate | None]:
+    ) -> tuple[list[Match], CostEstimate | None]:
         """What is to be grafted, and by which estimate that was decided."""
         size, free = self.pool.block_size, np.ones(sequence.num_prompt, bool)
         in_blocks(free, size)[list(hit_blocks)] = False

@@ -14,7 +14,7 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
 from kvgraft.prefill.plan import Plan
 from kvgraft.reuse.refresh import Refresh
-from kvgraft.segments.frozen import FrozenPool
+from kvgraft.segments.pins import PinnedDocuments
 
 logger = logging.getLogger("kvgraft")
 NOTHING = Reuse({}, [], None, [])
@@ -32,14 +32,14 @@ class Memory:
         self,
         pool: PagePool,
         cache: KVCache,
-        frozen: FrozenPool,
+        pins: PinnedDocuments,
         lookup: CacheLookup,
         max_prefill_tokens: int,
         store: StoreTier | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
-        self.frozen = frozen
+        self.pins = pins
         self.chunk = -(-max_prefill_tokens // pool.block_size) * pool.block_size
         self.lookup = lookup
         self.refresh = Refresh(lookup.index)
@@ -66,7 +66,7 @@ class Memory:
         if not fits and idle:
             raise PoolExhausted(
                 f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of {self.pool.num_pages} can "
-                f"be freed ({len(self.frozen.pages)} are frozen): the KV pool must be larger"
+                f"be freed ({len(self.pins.pages)} are pinned): the KV pool must be larger"
             )
         if not fits:
             return False
@@ -130,7 +130,7 @@ class Memory:
 
     def drop_grafts(self, sequence: SequenceState, reason: str) -> None:
         """The sequence is recomputed in full: what it computes from here on is exact."""
-        sequence.rest_on(sequence.continued, (), self.pool.block_size)
+        sequence.mark_approximate(sequence.continued, (), self.pool.block_size)
         self.note_fallback(sequence, reason)
         sequence.set_plan(sequence.admitted_plan.without_grafts())
 
@@ -176,7 +176,7 @@ class Memory:
         return layout.num_local_lists * min(num_blocks, layout.window_blocks(self.pool.block_size))
 
     def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
-        """Hold what the sequence reuses if all that is missing can be free then; sheds frozen pages of its own."""
+        """Hold what the sequence reuses if all that is missing can be free then; sheds pinned pages of its own."""
         pages = reuse.sources
         owners = np.concatenate((pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64)))
         local = self.lookup.local_pages.of(owners)
@@ -184,12 +184,12 @@ class Memory:
         held = [*reuse.hits.values(), *sources]
         namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
         self.pool.acquire(held)
-        if num_missing > self.pool.num_free + self.frozen.num_sheddable(namespace):
+        if num_missing > self.pool.num_free + self.pins.num_sheddable(namespace):
             self.pool.release(held)
             return False
         self.pool.hit_counts[np.array(held, np.int64)] += 1
         self.refresh.note(sequence.scope, namespace, pages.tolist())
-        self.frozen.shed(namespace, num_missing)  # none of what has just been acquired
+        self.pins.shed(namespace, num_missing)  # none of what has just been acquired
         self._pinned[sequence] = sources
         return True
 
@@ -209,12 +209,12 @@ class Memory:
             lists.add_local(self.pool, copied)
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
-        sequence.rest_on(reuse.continued, reuse.matches, size)
+        sequence.mark_approximate(reuse.continued, reuse.matches, size)
         if reuse.estimate is not None:
             sequence.decide(reuse.estimate)
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
-            sequence.offer.rest_on((span.start, 1) for span in sequence.documents)
+            sequence.offer.mark_approximate((span.start, 1) for span in sequence.documents)
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
             in_place = self._in_place(reuse) if sequence.policy.recovers_in_place else ()

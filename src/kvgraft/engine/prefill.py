@@ -161,7 +161,7 @@ class NativePrefill(PagedPrefill):
         self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
         return super().scores(index, queries, reduction)
 
-    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         cos, sin = self._decoder.config.rope.table(shifts.to(self._decoder.device))
         return lambda index, keys: rotate(keys, cos, sin)
 

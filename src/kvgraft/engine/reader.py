@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvgraft.engine.request import Request, check_answer
+from kvgraft.engine.request import Request, check_forced_output
 from kvgraft.engine.text import opening_ids
 from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
 
@@ -55,5 +55,5 @@ class PromptReader:
                 f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
                 f"the limit of {self._max_length}"
             )
-        check_answer(request, self._vocab_size)
+        check_forced_output(request, self._vocab_size)
         return tokenised

@@ -34,7 +34,7 @@ class Request:
         flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`; `dense` to all; None is
             the engine's own.
         match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
-        answer: token ids with which the answer begins, whatever the model would choose: computed one by one as any
+        forced_output: token ids with which the answer begins, whatever the model would choose: computed one by one as any
             answer is, and so under the flow. The policy knows nothing of them.
         shared_namespaces: others whose text may be grafted, too, or kept in part, if their documents were read on their
             own; nothing of this request is left in them. Where a text is known in several, the longest piece counts,
@@ -49,7 +49,7 @@ class Request:
     return_logits: bool = False
     flow: str | Flow | None = None
     match: Literal["exact", "similar"] | None = None
-    answer: Sequence[int] = ()
+    forced_output: Sequence[int] = ()
     shared_namespaces: Sequence[str] = ()
 
 
@@ -144,10 +144,10 @@ def check_shared(request: Request) -> Sequence[str]:
     return names
 
 
-def check_answer(request: Request, vocab_size: int) -> None:
+def check_forced_output(request: Request, vocab_size: int) -> None:
     """Raise ValueError unless the answer that a request gives is one that it can have."""
-    answer, most = request.answer, request.sampling.max_tokens
+    answer, most = request.forced_output, request.sampling.max_tokens
     if isinstance(answer, str) or not all(type(token) is int and 0 <= token < vocab_size for token in answer):
-        raise ValueError(f"answer must be token ids in 0..{vocab_size - 1}, got {str(answer)[:80]}")
+        raise ValueError(f"forced_output must be token ids in 0..{vocab_size - 1}, got {str(answer)[:80]}")
     if len(answer) > most:
-        raise ValueError(f"an answer of {len(answer)} tokens is given, and max_tokens is {most}")
+        raise ValueError(f"forced_output has {len(answer)} tokens, but max_tokens is {most}")

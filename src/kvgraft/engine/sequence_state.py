@@ -19,9 +19,9 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Kind, Plan
 from kvgraft.prefill.report import unknown_reason
-from kvgraft.reuse.continuation import Continued
-from kvgraft.reuse.cost import Estimate
-from kvgraft.reuse.offer import Offer
+from kvgraft.reuse.approximate_prefix import Continued
+from kvgraft.reuse.cost import CostEstimate
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.reuse.readings import spans_of
 from kvgraft.segments.matches import Match
 
@@ -55,7 +55,7 @@ class SequenceState:
     request: Request
     policy: Policy
     prompt: np.ndarray
-    offer: Offer
+    offer: BlockProvenance
     sampler: Sampler
     text: IncrementalText
     flow: Flow | None = None
@@ -113,23 +113,23 @@ class SequenceState:
         return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
-        """How far its first blocks are from exact KV, int16 [count]: see `Offer.depths`."""
+        """How far its first blocks are from exact KV, int16 [count]: see `BlockProvenance.depths`."""
         size = self.admitted_plan.block_size
         hits = self.admitted_plan.prefix[::size].numpy().copy()
         if self.continued is not None:
             hits[self.continued.first_block : self.continued.stop_block] = False
         return self.offer.depths(count, size, hits)
 
-    def rest_on(self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int) -> None:
+    def mark_approximate(self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int) -> None:
         """Note what makes its KV approximate: what it goes on with, and what is grafted."""
         self.continued = continued
         self.continuation_keys[:] = continued.keys if continued else ()
         self.offer.reset()
-        self.offer.rest_on(((match.start, match.depth + 1) for match in matches), spans_of(matches))
+        self.offer.mark_approximate(((match.start, match.depth + 1) for match in matches), spans_of(matches))
         if continued:
-            self.offer.rest_on(continued.steps(block_size), continued.spans)
+            self.offer.mark_approximate(continued.steps(block_size), continued.spans)
 
-    def decide(self, estimate: Estimate) -> None:
+    def decide(self, estimate: CostEstimate) -> None:
         """Note by which estimate it was decided whether to graft what is known."""
         self.report.estimated_full_s, self.report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
         if estimate.reason is not None:
@@ -175,7 +175,7 @@ class SequenceState:
     def choose(self, logits: Tensor, best: int | None = None) -> int:
         """The next token: of the answer that its request gives, as far as that reaches, then by sampling; `best` is the
         most likely one, if it is known."""
-        given, place = self.request.answer, len(self.tokens) - self.num_prompt
+        given, place = self.request.forced_output, len(self.tokens) - self.num_prompt
         return given[place] if place < len(given) else self.sampler.sample(logits, best)
 
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:

@@ -38,7 +38,7 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     repeats: int = 3
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PolicyOutcome(msgspec.Struct, frozen=True):
     """One policy; or order noise: full to the first other order of the segments, with the mean distances of all.
 
     `first_kl` is KL(full || policy) of the first token in nats, `answer_kl` the mean along full's own answer, `flips`
@@ -80,7 +80,7 @@ def load_case(path: Path) -> Case:
 
 def run_compare(
     engine: Engine, case: Case, on_progress: OnProgress | None = None, *, order_noise: bool = False
-) -> list[Outcome]:
+) -> list[PolicyOutcome]:
     """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused.
 
     Args:
@@ -116,7 +116,7 @@ def run_compare(
     ]
 
 
-def render(outcomes: list[Outcome]) -> RenderableType:
+def render(outcomes: list[PolicyOutcome]) -> RenderableType:
     """Tables of the policies, which fit 80 columns, and under them their texts, for a rich console."""
     unit = ("/ noise",) if outcomes[-1].policy == ORDER_NOISE else ()
     quality = _table("TTFT ms", "faster", "KL", *unit, "flips", "same")
@@ -162,7 +162,7 @@ def _orders(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
     return orders
 
 
-def _noise(engine: Engine, request: Request, truth: Result) -> Outcome:
+def _noise(engine: Engine, request: Request, truth: Result) -> PolicyOutcome:
     """Full with the segments in another order."""
     ours = send(engine, request)
     return _outcome(engine, ORDER_NOISE, request, ours, truth, [ours.report.ttft_s], [truth.report.ttft_s])
@@ -170,11 +170,11 @@ def _noise(engine: Engine, request: Request, truth: Result) -> Outcome:
 
 def _outcome(
     engine: Engine, name: str, request: Request, ours: Result, truth: Result, times: list[float], fulls: list[float]
-) -> Outcome:
+) -> PolicyOutcome:
     equal = [a == b for a, b in zip(ours.token_ids, truth.token_ids, strict=False)]
     length = max(len(ours.token_ids), len(truth.token_ids))
     far = native_distances(engine, request, ours, truth)
-    return Outcome(
+    return PolicyOutcome(
         policy=name,
         ttft_s=median(times),
         speedup=median([full / seconds for full, seconds in zip(fulls, times, strict=True)]),
@@ -189,7 +189,7 @@ def _outcome(
     )
 
 
-def _mean(outcomes: Sequence[Outcome]) -> Outcome:
+def _mean(outcomes: Sequence[PolicyOutcome]) -> PolicyOutcome:
     """The first one, with the mean distances of all."""
     names = ("first_kl", "answer_kl", "flips", "loglik", "agreement")
     means = {name: mean(getattr(outcome, name) for outcome in outcomes) for name in names}

@@ -17,7 +17,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_parts
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft.testbed.scenarios import Item, make_scenarios
+from kvgraft.testbed.scenarios import ScenarioItem, make_scenarios
 
 POLICIES = ("full", "naive", "sparsex", DEFAULT_POLICY)
 MAX_TOKENS = 4  # enough for the first word of an answer in a subword vocabulary
@@ -128,7 +128,7 @@ def _describe(engine: Engine) -> str:
     )
 
 
-def _outcomes(engine: Engine, item: Item, policies: Sequence[str]) -> Iterator[_Outcome]:
+def _outcomes(engine: Engine, item: ScenarioItem, policies: Sequence[str]) -> Iterator[_Outcome]:
     engine.clear_cache()
     for segments in item.phase_1:
         _send(engine, segments, "full", remember=True)

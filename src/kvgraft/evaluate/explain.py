@@ -15,11 +15,11 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group as Fused
 from kvgraft.decode.planner import Template, plan, unfused
 from kvgraft.decode.shapes import describe
-from kvgraft.decode.vtensor import Blocks
+from kvgraft.decode.vtensor import NumBlocks
 
 
 @dataclass(frozen=True)
-class Line:
+class OperatorLine:
     """One operator of a flow. `group` is the number of the kernel that computes it, None in forward_cache."""
 
     stage: str
@@ -51,7 +51,7 @@ class Explanation:
     stateful: bool
     caches: dict[str, tuple[int, ...]]
     cache_share: float
-    lines: tuple[Line, ...]
+    lines: tuple[OperatorLine, ...]
     selects: int
     context: int
     fused: int
@@ -94,7 +94,7 @@ def _moved(groups: Sequence[Fused], blocks: int, itemsize: int) -> int:
     return sum(group.bytes_moved(blocks, itemsize) for group in groups)
 
 
-def _lines(program: Program, groups: Sequence[Fused]) -> list[Line]:
+def _lines(program: Program, groups: Sequence[Fused]) -> list[OperatorLine]:
     group_of = {value: number for number, group in enumerate(groups) for value in group.values}
     names: dict[Value, str] = {}
 
@@ -110,7 +110,7 @@ def _lines(program: Program, groups: Sequence[Fused]) -> list[Line]:
             stored = [name for name, found in program.stores.items() if found is value]
             group = group_of.get(value)
             lines.append(
-                Line(
+                OperatorLine(
                     stage,
                     names[value] + "".join(f" = {name}" for name in stored),
                     value.made_by.name,
@@ -127,7 +127,7 @@ def _lines(program: Program, groups: Sequence[Fused]) -> list[Line]:
 
 def _option(value: object) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(str(x) if isinstance(x, Blocks) else f'{x:g}' for x in value)})"
+        return f"({', '.join(str(x) if isinstance(x, NumBlocks) else f'{x:g}' for x in value)})"
     return str(value)
 
 

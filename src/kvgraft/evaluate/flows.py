@@ -30,7 +30,7 @@ ROWS = "flows.jsonl"
 
 
 @dataclass(frozen=True)
-class Stage:
+class FlowStage:
     """Tasks that a flow must answer well before the next stage.
 
     Attributes:
@@ -54,9 +54,9 @@ class Stage:
 
 
 STAGES = (
-    Stage("retrieval", {"ruler": ("needles",), "multidoc": ("distractors",)}, 2, 0.75),
-    Stage("reasoning", {"ruler": ("variable",), "multihop": ("hop", "hop_reversed"), "multidoc": ("chain",)}, 2, 0.5),
-    Stage("all", {"ruler": ("common", "frequent"), "chat": ("coreference", "needle", "glossary"),
+    FlowStage("retrieval", {"ruler": ("needles",), "multidoc": ("distractors",)}, 2, 0.75),
+    FlowStage("reasoning", {"ruler": ("variable",), "multihop": ("hop", "hop_reversed"), "multidoc": ("chain",)}, 2, 0.5),
+    FlowStage("all", {"ruler": ("common", "frequent"), "chat": ("coreference", "needle", "glossary"),
                   "agents": ("judge", "react"), "stress": ("poll", "chain")}, 2),
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def evaluate(
     *,
     seed: int = 1000,
     length: int = 4096,
-    stages: Sequence[Stage] = STAGES,
+    stages: Sequence[FlowStage] = STAGES,
     scale: int = 1,
     on_progress: OnProgress | None = None,
 ) -> list[FlowRow]:
@@ -122,7 +122,7 @@ def evaluate(
     left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
     with (out / ROWS).open("ab") as file:
         for place, stage in enumerate(stages):
-            wanted = Stage(stage.name, stage.tasks, stage.items * scale, stage.passes)
+            wanted = FlowStage(stage.name, stage.tasks, stage.items * scale, stage.passes)
             texts = list(wanted.texts(seed, length))
             for text, (task, item) in enumerate(texts):
                 for row in _answers(engine, stage.name, task, text, item, left, rows):
@@ -160,7 +160,7 @@ def _answer(engine: Engine, ask: Ask, flow: str) -> str:
     *parts, question = as_parts(ask.segments, ())
     given = engine.encode(str(question))  # computed under the flow
     sampling = SamplingParams(max_tokens=len(given) + ask.max_tokens)
-    [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, answer=given)])
+    [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, forced_output=given)])
     if result.error:
         raise ValueError(f"the engine cannot answer a prompt: {result.error}")
     return str(engine.tokenizer.decode(result.token_ids[len(given) :], skip_special_tokens=True))

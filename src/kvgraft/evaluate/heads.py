@@ -36,7 +36,7 @@ Criterion = Literal["effect", "far-mass"]
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """The tokens of a text, and of two prefixes of one length."""
 
     prefixes: tuple[list[int], list[int]]
@@ -59,7 +59,7 @@ class Profile:
     kept_agreement: float
 
 
-def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[Sample]:
+def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
     """Needle and retrieval prompts of the bundled suites, with the question behind them.
 
     Raises:
@@ -79,7 +79,7 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
     return _pair(texts, int(length * PREFIX))
 
 
-def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: int) -> list[Sample]:
+def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: int) -> list[TextSample]:
     """Stretches of the user's own texts.
 
     Raises:
@@ -98,7 +98,7 @@ def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: in
 
 def profile(
     engine: Engine,
-    samples: Sequence[Sample],
+    samples: Sequence[TextSample],
     *,
     sinks: int,
     window: int,
@@ -168,7 +168,7 @@ def _classify_mean(
 
 
 @torch.inference_mode()
-def measure_effect(decoder: Decoder, sample: Sample, sinks: int, window: int) -> np.ndarray:
+def measure_effect(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
     """How much the token behind the text depends on each head, float64 [L, Hkv]: the KL divergence, in nats, of its
     distribution if that head alone sees sinks and window only; mean of both prefixes."""
     config = decoder.config
@@ -210,7 +210,7 @@ class _Layers:
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, sample: Sample, sinks: int, window: int) -> np.ndarray:
+def measure(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
     """Shift and far mass of one sample, float64 [2, L, Hkv].
 
     The shift is |a - b| / sqrt(|a| |b|) of the attention outputs a and b of the text behind either prefix; the far mass
@@ -279,13 +279,13 @@ def _encode(engine: Engine, text: str) -> list[int]:
     return tokenise(text, engine.encode).token_ids.tolist()
 
 
-def _pair(texts: list[list[int]], prefix: int) -> list[Sample]:
+def _pair(texts: list[list[int]], prefix: int) -> list[TextSample]:
     """Each text behind the beginnings of the two that follow it."""
     around = [*texts, *texts[:2]]
     samples = []
     for number, body in enumerate(texts[:-2]):
         one, other = (list(islice(cycle(around[number + step]), prefix)) for step in (1, 2))
-        samples.append(Sample((one, other), body))
+        samples.append(TextSample((one, other), body))
     return samples
 
 

@@ -16,7 +16,7 @@ from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
-from kvgraft.evaluate.scoring import ORDER_NOISE, Scored, distances, native_distances, send
+from kvgraft.evaluate.scoring import ORDER_NOISE, ScoredPlaces, distances, native_distances, send
 from kvgraft.evaluate.streaming import stream
 from kvgraft.evaluate.tasks import Ask, Item
 from kvgraft.guard.distances import along_logprobs
@@ -151,7 +151,7 @@ def _request(policy: str, ask: Ask, reused: Collection[str], chat: Chat | None) 
     return Request(parts, policy, sampling, remember=False, return_logits=True)
 
 
-Told = Scored[Sequence[Mapping[int, float]]]
+Told = ScoredPlaces[Sequence[Mapping[int, float]]]
 
 
 class HttpHost:
@@ -224,7 +224,7 @@ class HttpHost:
         for read in item.phase_1 if policy != "full" else ():
             self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
         options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
-        given = {"answer": list(answer)} if answer else {}
+        given = {"forced_output": list(answer)} if answer else {}
         prompt, options = as_text(ask.segments, chat, ask.begun), options | {"namespace": namespace}
         if not answer and isinstance(parse_policy(policy), KeepsDocuments):
             self._send(prompt, options, 1)  # reads its documents on their own
@@ -233,12 +233,12 @@ class HttpHost:
     def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-            "ignore_eos": "answer" in options, "kv_transfer_params": {"kvgraft": options},
+            "ignore_eos": "forced_output" in options, "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
         found = stream(self.client, self.url, body, MOST_LIKELY)
         if not found.report:
             raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
-        return _as_answer(found.text, found.first_s, found.report), Scored(tuple(found.tokens), found.places)
+        return _as_answer(found.text, found.first_s, found.report), ScoredPlaces(tuple(found.tokens), found.places)
 
 
 def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:

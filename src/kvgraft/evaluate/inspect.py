@@ -12,9 +12,9 @@ from kvgraft import __version__
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.compare import Case, Outcome, run_compare
+from kvgraft.evaluate.compare import Case, PolicyOutcome, run_compare
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.evaluate.recording import PrefillRecord, Recorded
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.plan import Kind
 from kvgraft.prefill.policies import parse_policy
@@ -58,7 +58,7 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
     return Inspection(f"{config.architecture}, {config.num_layers} layers", tokens, tuple(views))
 
 
-def _view(outcome: Outcome, record: Record) -> dict[str, Any]:
+def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
     """Kinds p, g, f and r (grafted, then recomputed in the last layer) as one string; scores by layer from 0 to 1."""
     if record.plan is None:
         raise ValueError("nothing was recorded")

@@ -18,7 +18,7 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.tasks import Shape, find_suites
-from kvgraft.kv.documents import Blocks
+from kvgraft.kv.documents import BlockCut
 from kvgraft.kv.importance import exceptionally_small, ranks
 from kvgraft.kv.profiles import LayerProfile, last_layers
 from kvgraft.methods import require_at_least
@@ -67,7 +67,7 @@ def survey(
     engine: Engine, texts: Mapping[str, Sequence[list[int]]], block: int, on_progress: OnProgress | None = None
 ) -> dict[str, np.ndarray]:
     """Of each data set the share of texts whose most important block stands out in each layer: float64 [L]."""
-    layers, blocks = NativeLayers(engine.decoder, engine.memory.cache), Blocks(block)
+    layers, blocks = NativeLayers(engine.decoder, engine.memory.cache), BlockCut(block)
     found, total, done = {}, sum(map(len, texts.values())), 0
     for name, stretches in texts.items():
         agreeing = np.zeros(engine.config.num_layers)
@@ -115,7 +115,7 @@ def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> Renderabl
 
 def _check(tokens: list[int], block: int) -> list[int]:
     require_at_least("block", block, 1)
-    if (found := len(Blocks(block).middle(len(tokens)))) < FEWEST_BLOCKS:
+    if (found := len(BlockCut(block).middle(len(tokens)))) < FEWEST_BLOCKS:
         raise ValueError(
             f"length must give {FEWEST_BLOCKS} blocks of {block} tokens between the first and the last two, got {found}"
         )

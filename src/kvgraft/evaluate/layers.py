@@ -19,7 +19,7 @@ from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.metrics import kv_deviation
 from kvgraft.evaluate.needles import NeedleMaker, NeedleText
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.evaluate.recording import Record, Recorded
+from kvgraft.evaluate.recording import PrefillRecord, Recorded
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive
 from kvgraft.segments.prompt import Part, Segment
@@ -114,7 +114,7 @@ def find_needle(engine: Engine, made: NeedleText) -> list[Finding]:
     return findings
 
 
-def _records(engine: Engine, parts: tuple[str, ...], known: str, question: str) -> tuple[Record, Record]:
+def _records(engine: Engine, parts: tuple[str, ...], known: str, question: str) -> tuple[PrefillRecord, PrefillRecord]:
     engine.clear_cache()
     sampling = SamplingParams(max_tokens=1)
     read: list[Part] = ["the old door closed . ", Segment(f"{known}\n")]
@@ -138,7 +138,7 @@ class _Dense(Full):
     uses_grafts = True
 
 
-def _deviation(naive: Record, full: Record) -> Tensor:
+def _deviation(naive: PrefillRecord, full: PrefillRecord) -> Tensor:
     """float32 [L, T]: keys and values together."""
     if naive.keys is None or naive.values is None or full.keys is None or full.values is None:
         raise ValueError("both records need their cache")
@@ -149,7 +149,7 @@ def _deviation(naive: Record, full: Record) -> Tensor:
     )
 
 
-def _top(scores: Tensor, record: Record) -> np.ndarray:
+def _top(scores: Tensor, record: PrefillRecord) -> np.ndarray:
     """bool [L, T]: the best share of the grafted tokens in each layer."""
     if record.plan is None:
         raise ValueError("nothing was recorded")

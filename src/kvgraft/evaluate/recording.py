@@ -14,7 +14,7 @@ from kvgraft.prefill.spreading import Spreading
 
 
 @dataclass
-class Record:
+class PrefillRecord:
     """What happened to one prompt.
 
     Attributes:
@@ -78,7 +78,7 @@ class Recorded(Wrapped):
 
     name: ClassVar[str] = "recorded"
 
-    record: Record = field(default_factory=Record)
+    record: PrefillRecord = field(default_factory=PrefillRecord)
     keep_cache: bool = False
     score_layers: bool = False
 
@@ -98,7 +98,7 @@ class Recorded(Wrapped):
 class Recording(PrefillContext):
     """Another context, watched."""
 
-    def __init__(self, inner: PrefillContext, record: Record, score_layers: bool) -> None:
+    def __init__(self, inner: PrefillContext, record: PrefillRecord, score_layers: bool) -> None:
         self.plan, self.token_ids, self.block_size = inner.plan, inner.token_ids, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
         self.head_map, self.head_paging = inner.head_map, inner.head_paging
@@ -140,8 +140,8 @@ class Recording(PrefillContext):
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.kv(index, where)
 
-    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        return self._inner.turning(shifts)
+    def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        return self._inner.rotate_keys(shifts)
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         self._inner.add(index, where, keys, values)

@@ -26,7 +26,7 @@ Places = TypeVar("Places", Tensor, Sequence[Mapping[int, float]])
 
 
 @dataclass(frozen=True)
-class Scored(Generic[Places]):
+class ScoredPlaces(Generic[Places]):
     """An answer, and what the model thought of the next token at each of its places: logits [n, V], or the
     log-probabilities of the most likely tokens."""
 
@@ -35,9 +35,9 @@ class Scored(Generic[Places]):
 
 
 def distances(
-    ours: Scored[Places],
-    truth: Scored[Places],
-    give: Callable[[tuple[int, ...]], Scored[Places]],
+    ours: ScoredPlaces[Places],
+    truth: ScoredPlaces[Places],
+    give: Callable[[tuple[int, ...]], ScoredPlaces[Places]],
     measure: Callable[[Places, Places, Sequence[int]], dict[str, float]],
 ) -> dict[str, float]:
     """Distances along full's answer, `truth`; `give` asks again under our policy, with an answer given.
@@ -73,9 +73,9 @@ def native_distances(engine: Engine, request: Request, ours: Result, truth: Resu
         ValueError: as `send`, or an answer has no logits.
     """
 
-    def give(answer: tuple[int, ...]) -> Scored[Tensor]:
+    def give(answer: tuple[int, ...]) -> ScoredPlaces[Tensor]:
         sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
-        return _scored(send(engine, replace(request, sampling=sampling, answer=answer)))
+        return _scored(send(engine, replace(request, sampling=sampling, forced_output=answer)))
 
     return distances(_scored(ours), _scored(truth), give, along)
 
@@ -94,7 +94,7 @@ def other_orders(parts: Sequence[Part], movable: Sequence[int], seed: str) -> li
     return found[1:]
 
 
-def _scored(result: Result) -> Scored[Tensor]:
+def _scored(result: Result) -> ScoredPlaces[Tensor]:
     if result.logits is None:
         raise ValueError("the answer needs its logits")
-    return Scored(tuple(result.token_ids), result.logits)
+    return ScoredPlaces(tuple(result.token_ids), result.logits)

@@ -17,8 +17,8 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, Requ
 from ray.serve.schema import LoggingConfig
 
 from kvgraft.evaluate.servers import KVGRAFT
-from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.ending import end_fleet
+from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.options import FleetOptions
 from kvgraft.fleet.replica import INGRESS, REPLICA, Replica
@@ -47,11 +47,11 @@ def application(options: FleetOptions) -> Application:
     """As `build`; the servers' flags are checked here, before any of them starts."""
     served = _served(options)
     names = served.served_model_name or [served.model]
-    return assemble(options, Keys.of(served), names, Alike.here(must_be_alike(options)))
+    return assemble(options, Keys.of(served), names, EnvironmentCheck.here(must_be_alike(options)))
 
 
 def assemble(
-    options: FleetOptions, keys: Keys, names: Sequence[str], alike: Alike, program: Sequence[str] = KVGRAFT
+    options: FleetOptions, keys: Keys, names: Sequence[str], alike: EnvironmentCheck, program: Sequence[str] = KVGRAFT
 ) -> Application:
     """As `application`, of what was checked. Servers run `program` (see `running`)."""
     routing: dict[str, Any] = {

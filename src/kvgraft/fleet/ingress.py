@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.broadcast import ask_all
-from kvgraft.fleet.changes import CHANGE_S, PATHS, Changes, Told
 from kvgraft.fleet.figures import FIGURES, labelled, shown
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
+from kvgraft.fleet.state_log import CHANGE_S, PATHS, ReplayedState, StateLog
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
 from kvgraft.vllm.server.body import Disconnected, read_body
@@ -63,7 +63,7 @@ class Ingress:
         self._replicas = replicas
         self._streams = replicas.options(stream=True)
         self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
-        self._changes, self._has_learnt = Changes(), False
+        self._state_log, self._has_learnt = StateLog(), False
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._is_closing = self._is_cut = False
         self._shown: asyncio.Task[bytes] | None = None  # metrics
@@ -174,7 +174,7 @@ class Ingress:
         answers = await ask_all(self._replicas, "once", request, within_s=CHANGE_S + LOOK_S)
         for answer in answers:
             if not isinstance(answer, BaseException):
-                self._changes.note(request, *answer)
+                self._state_log.note(request, *answer)
         return together(answers)
 
     async def drain(self, within_s: float) -> int:
@@ -188,13 +188,13 @@ class Ingress:
             self._is_cut = True
         return len(self._in_flight)
 
-    async def told(self) -> Told:
+    async def told(self) -> ReplayedState:
         """What servers were told, for one that starts. What was before this ingress they know themselves."""
         if not self._has_learnt:
             answers = await self._say("told", TOLD_S)
-            self._changes.learn(answers)
+            self._state_log.learn(answers)
             self._has_learnt = bool(answers)
-        return self._changes.told
+        return self._state_log.told
 
     async def _say(self, method: str, within_s: float = LOOK_S) -> list[Any]:
         """What replicas say of themselves; without those that fail."""

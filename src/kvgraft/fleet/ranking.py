@@ -9,7 +9,7 @@ from typing import Any, Generic
 import numpy as np
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
-from kvgraft.fleet.known_text import KnownText, Server
+from kvgraft.fleet.router_view import RouterView, Server
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
@@ -22,7 +22,7 @@ IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, a
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplicaReport:
     """What a server says of itself.
 
     Attributes:
@@ -48,14 +48,14 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def of(cls, stats: Mapping[str, Any]) -> "Report":
+    def of(cls, stats: Mapping[str, Any]) -> "ReplicaReport":
         """What `as_stats` has given."""
         return cls(**{**stats, "costs": Costs(**stats["costs"])})
 
 
 @dataclass
 class _State:
-    report: Report
+    report: ReplicaReport
     heard: float  # when
     free_at: float  # when all prompts that were sent there will have been read, as far as can be told
     others_free_at: float  # when those will that others have sent
@@ -99,12 +99,12 @@ class Ranking(Generic[Server]):
         if not imbalance >= 1.0:
             raise ValueError(f"imbalance is {imbalance}, must be at least 1")
         self._imbalance, self._grafts, self._clock = imbalance, grafts, clock
-        self._text: KnownText[Server] = KnownText(clock)
-        self._beginnings: KnownText[Server] = KnownText(clock)
+        self._text: RouterView[Server] = RouterView(clock)
+        self._beginnings: RouterView[Server] = RouterView(clock)
         self._servers: dict[Server, _State] = {}
         self._random = np.random.default_rng(0)
 
-    def hear(self, server: Server, report: Report) -> None:
+    def hear(self, server: Server, report: ReplicaReport) -> None:
         """A server has said what it holds. ValueError if its sketches are none."""
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)

@@ -18,15 +18,15 @@ from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
 
 from kvgraft.evaluate.servers import KVGRAFT, running
-from kvgraft.fleet.alike import Alike
 from kvgraft.fleet.broadcast import ask_all
-from kvgraft.fleet.changes import CHANGE_S, RESET, Changes, Told, removes
+from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.figures import ReplicaFigures
-from kvgraft.fleet.held_text import HeldText
-from kvgraft.fleet.pace import Pace
-from kvgraft.fleet.ranking import HEARTBEAT, Report
+from kvgraft.fleet.latency import LatencyCalibration
+from kvgraft.fleet.ranking import HEARTBEAT, ReplicaReport
+from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, end_to_end
+from kvgraft.fleet.state_log import CHANGE_S, RESET, ReplayedState, StateLog, removes
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
@@ -69,7 +69,7 @@ class Replica:
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        alike: Alike,
+        alike: EnvironmentCheck,
         program: Sequence[str] = KVGRAFT,
     ) -> None:
         alike.check()
@@ -83,12 +83,12 @@ class Replica:
         threading.Thread(target=self._end_with_server, name="kvgraft-server", daemon=True).start()
         self._session: aiohttp.ClientSession | None = None
         self._costs, self._bytes_per_token, self._pool_tokens = TOKENS, BYTES_PER_TOKEN, float(POOL_TOKENS)
-        self._held = HeldText(self._pool_tokens * self._bytes_per_token)
+        self._held = ReplicaContents(self._pool_tokens * self._bytes_per_token)
         self._waiting: dict[int, float] = {}  # expected seconds of prefill of requests without an answer so far
-        self._pace = Pace()
+        self._latency = LatencyCalibration()
         self._num_requests = self._num_bytes = 0  # sent to the server; of their prompts
         self._looked = 0.0
-        self._changes, self._changing = Changes(), asyncio.Lock()
+        self._state_log, self._changing = StateLog(), asyncio.Lock()
         self._taking_over: asyncio.Task[None] | None = None
         self._figures = ReplicaFigures()
         self._failed_checks = 0  # in a row
@@ -110,7 +110,7 @@ class Replica:
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
                         if is_stream:  # others come with their last token
-                            self._pace.add(expected_s, time.monotonic() - started)
+                            self._latency.add(expected_s, time.monotonic() - started)
                     yield part
         except aiohttp.ClientError as error:
             raise ServerFailed(self._name) from error
@@ -128,22 +128,22 @@ class Replica:
         self._is_closing.set()
         await asyncio.to_thread(self._open.close)
 
-    async def told(self) -> Told:
+    async def told(self) -> ReplayedState:
         """What the server was told of that."""
-        return self._changes.told
+        return self._state_log.told
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Ray Serve hands to routers."""
         if time.monotonic() - self._looked > METRICS_S:
             await self._look()
         text, beginnings = self._held.sketches()
-        report = Report(
+        report = ReplicaReport(
             text,
             beginnings,
             waiting_s=sum(self._waiting.values()),
             costs=self._costs,
             bytes_per_token=self._bytes_per_token,
-            pace=self._pace.value,
+            pace=self._latency.value,
             beat=int(time.time() // HEARTBEAT),
         )
         return report.as_stats()
@@ -159,7 +159,7 @@ class Replica:
             "sketch_bytes": len(text) + len(beginnings),
             "waiting": len(self._waiting),
             "waiting_s": sum(self._waiting.values()),
-            "pace": self._pace.value,
+            "pace": self._latency.value,
             "pool_tokens": self._pool_tokens,
             "bytes_per_token": self._bytes_per_token,
             "pid": os.getpid(),
@@ -203,13 +203,13 @@ class Replica:
         except Exception:  # whatever Ray raises: this server can do without
             logger.exception("what other servers were told is not known")
             return
-        for key, request in self._changes.news(told for told in answers if not isinstance(told, BaseException)):
+        for key, request in self._state_log.news(told for told in answers if not isinstance(told, BaseException)):
             try:
                 async with asyncio.timeout(CHANGE_S), self._changing:
-                    if not self._changes.is_new(key, request):  # it was told so meanwhile
+                    if not self._state_log.is_new(key, request):  # it was told so meanwhile
                         continue
                     head, body = await self._change(request)
-                is_done = not self._changes.is_new(key, request)
+                is_done = not self._state_log.is_new(key, request)
                 is_done |= removes(request) and head.status == HTTPStatus.NOT_FOUND
                 said = f"{head.status} {body[:200]!r}"
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -223,7 +223,7 @@ class Replica:
         async with aclosing(self._answer(request)) as answer:
             parts += [part async for part in answer]
         head, body = parts[0], b"".join(parts[1:])
-        if self._changes.note(request, head, body) and request.target.startswith(RESET):
+        if self._state_log.note(request, head, body) and request.target.startswith(RESET):
             self._held.clear()
         return head, body
 
@@ -268,7 +268,7 @@ class Replica:
                 elif name == "vllm:prompt_tokens_total" and value and self._num_bytes:
                     self._bytes_per_token = min(max(self._num_bytes / value, TOKEN_BYTES[0]), TOKEN_BYTES[1])
         if costs and (learned := Costs(**costs)) != self._costs:
-            self._costs, self._pace = learned, Pace()
+            self._costs, self._latency = learned, LatencyCalibration()
         self._held.resize(self._pool_tokens * self._bytes_per_token)
 
     def _end_with_server(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvgraft.fleet import figures  # not what is in it: Ray copies this class, with all that it names
-from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS, Ranking, Report
+from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS, Ranking, ReplicaReport
 from kvgraft.fleet.requests import FleetRequest
 
 logger = logging.getLogger("ray.serve")
@@ -39,7 +39,7 @@ class SegmentRouter(LocalityMixin, RequestRouter):
             if said and self._heard.get(replica.replica_id) != said:
                 self._heard[replica.replica_id] = said
                 try:
-                    self._ranking.hear(replica.replica_id, Report.of(said))
+                    self._ranking.hear(replica.replica_id, ReplicaReport.of(said))
                 except Exception:  # Ray would never tell of replicas again
                     logger.exception("what %s says is not understood", replica.replica_id)
                     self._ranking.forget(replica.replica_id)

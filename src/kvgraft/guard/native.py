@@ -25,7 +25,9 @@ def score(engine: Engine, request: Request, result: Result) -> dict[str, float]:
         raise ValueError("the answer has no logits: ask for return_logits")
     answer = result.token_ids[:ANSWER_TOKENS]
     sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
-    [exact] = engine.generate([replace(request, policy="full", sampling=sampling, answer=answer, return_logits=True)])
+    [exact] = engine.generate(
+        [replace(request, policy="full", sampling=sampling, forced_output=answer, return_logits=True)]
+    )
     if exact.logits is None:
         raise ValueError(f"the prompt cannot be computed exactly: {exact.error}")
     return along(result.logits[: len(answer)], exact.logits[: len(answer)], answer)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockCut:
     """How documents are cut (SamKV, section 4.1).
 
     Attributes:
@@ -95,14 +95,14 @@ class DocumentStore:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def get(self, tokens: np.ndarray, scope: bytes, blocks: Blocks) -> Document | None:
+    def get(self, tokens: np.ndarray, scope: bytes, blocks: BlockCut) -> Document | None:
         """The document of these tokens int [n], read in this scope and cut like this."""
         key = _key(tokens, scope, blocks)
         if key in self._documents:
             self._documents.move_to_end(key)
         return self._documents.get(key)
 
-    def put(self, tokens: np.ndarray, scope: bytes, blocks: Blocks, document: Document) -> None:
+    def put(self, tokens: np.ndarray, scope: bytes, blocks: BlockCut, document: Document) -> None:
         """Keep a document, in place of older ones if there is no room; one larger than the store is not kept."""
         if document.nbytes > self.capacity:
             return
@@ -120,6 +120,6 @@ class DocumentStore:
         self.nbytes = 0
 
 
-def _key(tokens: np.ndarray, scope: bytes, blocks: Blocks) -> bytes:
+def _key(tokens: np.ndarray, scope: bytes, blocks: BlockCut) -> bytes:
     cut_as = np.array([blocks.size, blocks.initial, blocks.local], "<i8").tobytes()
     return hashlib.sha256(b"document" + scope + cut_as + tokens.astype("<i4").tobytes()).digest()

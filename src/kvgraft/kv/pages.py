@@ -2,7 +2,7 @@
 
 Only bookkeeping lives here; the tensors are in `kvgraft.kv.cache`. A page is in exactly one of two states:
 *used* (reference count > 0) or *free*. A free page may still hold content that a lookup can find; it keeps that
-content until `allocate` reclaims it, oldest first. Frozen pages are used pages whose reference the frozen pool holds.
+content until `allocate` reclaims it, oldest first. Pinned pages are used pages whose reference the pinned documents hold.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that are referenced, frozen ones included."""
+        """Pages that are referenced, pinned ones included."""
         return self.num_pages - self.num_free
 
     def ref_count(self, page: int) -> int:
@@ -121,7 +121,7 @@ class PagePool:
         return self.versions[pages] == versions
 
     def clear(self) -> None:
-        """Forget all content; only free pages may hold any, so this needs an idle pool apart from frozen pages."""
+        """Forget all content; only free pages may hold any, so this needs an idle pool apart from pinned pages."""
         self._drop([page for page in range(self.num_pages) if self._kept[page] and self.ref_counts[page] == 0])
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:

@@ -135,7 +135,7 @@ class PrefillContext(ABC):
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
         """The same with the values: [n, Hkv, d] each."""
 
-    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         """What gives a layer's rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64
         [n] further on (delta-RoPE, SparseX 3.1). Not every host has it."""
         raise NotImplementedError("this host turns no keys")

@@ -43,7 +43,7 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
     "too_deep": "what is known of it was read behind more grafts than --kvgraft-max-depth (`max_depth`) allows",
-    "discover": "known text would have been grafted, but the server only discovers (or it is gone by now)",
+    "shadow": "known text would have been grafted, but the server is in shadow mode (or it is gone by now)",
     "too_short": "what is left behind its prefix is less than a block, or what is known of it takes as long to recover",
     "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
 }

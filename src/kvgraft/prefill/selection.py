@@ -35,7 +35,7 @@ class SelectsByAttention(Policy):
         require_choice("reduction", self.reduction, get_args(Reduction))
         require_choice("unit", self.unit, get_args(Unit))
 
-    def asking(self, plan: Plan) -> Tensor:
+    def query_tokens(self, plan: Plan) -> Tensor:
         """bool [T]: the tokens whose queries choose first."""
         return plan.question if self.rows == "question" else plan.fresh
 
@@ -68,15 +68,15 @@ class SelectsInRounds(SelectsByAttention):
         require_share("first_share", self.first_share)
         require_at_least("tail_tokens", self.tail_tokens, 1)
 
-    def choose(self, plan: Plan, beside: Tensor, probe: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """bool [T]: grafted tokens to recompute: those in `beside`, the tail, and what the rounds find.
+    def choose(self, plan: Plan, always_recompute: Tensor, probe: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """bool [T]: grafted tokens to recompute: those in `always_recompute`, the tail, and what the rounds find.
 
         Args:
             probe: (tokens to compute, those of them that ask), bool [T] each -> scores of all keys, float32 [T].
         """
         tail = plan.tail(self.tail_tokens)
-        chosen = tail | beside
-        computed, asking = plan.fresh | chosen, self.asking(plan) | tail
+        chosen = tail | always_recompute
+        computed, asking = plan.fresh | chosen, self.query_tokens(plan) | tail
         in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
         for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
             left = plan.grafted & ~chosen

@@ -9,7 +9,7 @@ from kvgraft.methods import require_share
 from kvgraft.prefill.costs import TOKENS, Costs, count_pairs
 from kvgraft.segments.matches import Match
 
-EXACT_VALUE = 0.1
+EXACTNESS_WEIGHT = 0.1
 WORK = 0.15  # assumed of a policy that has not run yet
 POLICIES = 256  # of which it is known what they compute: requests may ask for any options
 PRIOR = 0.2  # weight of what is assumed, in recoveries
@@ -18,7 +18,7 @@ DOUBT = 0.95  # and when they have spoken against a graft, so that it is tried a
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """Seconds until the first token without grafts and with them; and why nothing of what is known is grafted, or
     None."""
 
@@ -67,7 +67,7 @@ class CostModel:
     """Decides which of its matches a prompt is better off with.
 
     What is read behind a graft is approximate: others cannot have it as a prefix, nor may every prompt graft from it.
-    That costs a share `exact_value` of what it takes to compute it. A graft in front of much new text must therefore
+    That costs a share `exactness_weight` of what it takes to compute it. A graft in front of much new text must therefore
     save more than one behind it.
 
     Attributes:
@@ -75,15 +75,15 @@ class CostModel:
     """
 
     costs: Costs = TOKENS
-    exact_value: float = EXACT_VALUE
+    exactness_weight: float = EXACTNESS_WEIGHT
     work: dict[str, Work] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_share("exact_value", self.exact_value)
+        require_share("exactness_weight", self.exactness_weight)
 
     def choose(
         self, matches: Sequence[Match], num_tokens: int, num_known: int, policy: str, *, approximate: bool = False
-    ) -> tuple[list[Match], Estimate]:
+    ) -> tuple[list[Match], CostEstimate]:
         """The matches that are worth it, all from some one on or none, and what is expected of them.
 
         Args:
@@ -99,19 +99,19 @@ class CostModel:
         all_pairs = count_pairs(num_known, num_tokens)
         full = float(self.costs.computing(active, all_pairs))
         if not matches:
-            return [], Estimate(full, full)
+            return [], CostEstimate(full, full)
         work = self.work.get(policy, Work())
         of_grafted, of_new = work.shares
         new, new_pairs = (1 + of_new) * (active - grafted), (1 + of_new) * (all_pairs - grafted_pairs)
         reuse = self.costs.grafting(new, new_pairs, grafted, grafted_pairs, of_grafted)
         behind = num_tokens - starts - grafted  # new text that becomes approximate
         lost = self.costs.computing(behind, count_pairs(starts, num_tokens) - grafted_pairs) - self.costs.pass_s
-        gain = full - reuse - (0.0 if approximate else self.exact_value) * lost
+        gain = full - reuse - (0.0 if approximate else self.exactness_weight) * lost
         best = int(gain.argmax())
         if gain[best] <= 0:
             work.doubt()
-            return [], Estimate(full, full, "too_short" if reuse.min() >= full else "too_little_known")
-        return list(matches[best:]), Estimate(full, float(reuse[best]))
+            return [], CostEstimate(full, full, "too_short" if reuse.min() >= full else "too_little_known")
+        return list(matches[best:]), CostEstimate(full, float(reuse[best]))
 
     def learn(self, policy: str, num_recovered: float, num_grafted: int, num_new: int) -> None:
         """A recovery of num_grafted tokens has computed as much, beside num_new, as so many tokens in all layers. By

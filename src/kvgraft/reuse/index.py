@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvgraft.reuse.offer import Offer
 from kvgraft.reuse.pages import Pages
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.reuse.readings import Readings
 from kvgraft.segments.matches import MAX_DEPTH, Match
 from kvgraft.segments.segment_index import SegmentIndex
@@ -91,7 +91,7 @@ class ReuseIndex:
 
     def offer(
         self,
-        offer: Offer,
+        offer: BlockProvenance,
         tokens: np.ndarray,
         pages: np.ndarray,
         depths: np.ndarray,
@@ -103,8 +103,8 @@ class ReuseIndex:
         Args:
             tokens: of all its n full blocks, int64 [n * block_size].
             pages: where they are, int64 [n].
-            depths: int [n], see `Offer.depths`. Blocks beyond `max_depth` are known, but nobody grafts from them.
-            unlimited: register blocks even where enough others hold the content (what is frozen outlives them).
+            depths: int [n], see `BlockProvenance.depths`. Blocks beyond `max_depth` are known, but nobody grafts from them.
+            unlimited: register blocks even where enough others hold the content (what is pinned outlives them).
         """
         first, stop, size = offer.num_registered, len(pages), self.pool.block_size
         if first >= stop:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvgraft.segments.frozen import PinnablePages
+from kvgraft.segments.pins import PinnablePages
 
 
 class Pages(PinnablePages, Protocol):

@@ -32,7 +32,7 @@ class Allowance:
     num_read: int = 0
 
     def __post_init__(self) -> None:
-        require_share("refresh", self.share)
+        require_share("idle_refresh", self.share)
 
     @property
     def left(self) -> int:

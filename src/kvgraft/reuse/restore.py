@@ -11,7 +11,7 @@ from kvgraft.segments.store import consecutive
 
 
 class Stored(Protocol):
-    """What says what is stored: `SegmentStore`, or a `Register` of what others store."""
+    """What says what is stored: `SegmentStore`, or a `ChunkIndex` of what others store."""
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]: ...
     def match(

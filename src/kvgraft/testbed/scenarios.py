@@ -28,7 +28,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Item:
+class ScenarioItem:
     """Prompts that the model reads first (`phase_1`), and those with their segments that it answers (`phase_2`)."""
 
     phase_1: tuple[Segments, ...]
@@ -41,10 +41,10 @@ class Scenario:
 
     name: str
     description: str
-    items: tuple[Item, ...]
+    items: tuple[ScenarioItem, ...]
 
 
-def _rag(rng: Random) -> Iterator[Item]:
+def _rag(rng: Random) -> Iterator[ScenarioItem]:
     tasks: Iterator[Task] = cycle(("needle", "variable", "coreference", "needle", "hop", "glossary"))
     while True:
         count = rng.randint(6, 10)
@@ -55,23 +55,23 @@ def _rag(rng: Random) -> Iterator[Item]:
             for glossary, order in zip(glossaries, (before, *orders), strict=False)
         )
         earlier_question = rng.choice(read(earlier)).text
-        yield Item(((*earlier, earlier_question),), _ask(rng, later, tasks, earlier_question))
+        yield ScenarioItem(((*earlier, earlier_question),), _ask(rng, later, tasks, earlier_question))
 
 
-def _chat(rng: Random) -> Iterator[Item]:
+def _chat(rng: Random) -> Iterator[ScenarioItem]:
     tasks: Iterator[Task] = cycle(("needle", "glossary", "variable", "glossary"))
     while True:
         glossaries, turns = _write(rng, [tuple(range(rng.randint(12, 18)))])
         earlier, *later = ((glossary, *turns) for glossary in glossaries[:3])
-        yield Item((earlier,), _ask(rng, later, tasks))
+        yield ScenarioItem((earlier,), _ask(rng, later, tasks))
 
 
-def _agents(rng: Random) -> Iterator[Item]:
+def _agents(rng: Random) -> Iterator[ScenarioItem]:
     tasks: Iterator[Task] = cycle(("needle", "variable", "coreference", "hop"))
     while True:
         glossaries, (one, two) = _write(rng, [(0, 1), (1, 0)])
         judged = ((glossaries[2], one, two), (glossaries[3], two, one))
-        yield Item(((glossaries[0], one), (glossaries[1], two)), _ask(rng, judged, tasks))
+        yield ScenarioItem(((glossaries[0], one), (glossaries[1], two)), _ask(rng, judged, tasks))
 
 
 def _write(rng: Random, orders: Sequence[Order]) -> tuple[Segments, Segments]:

@@ -72,7 +72,7 @@ class VllmLayers(LayerHost):
         """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on with the position
         behind the last kept token: then all distances are those of the whole prompt."""
         places = torch.arange(num_kept, device=self.device)
-        turn = self._host.turning(torch.tensor([-num_dropped], device=self.device))
+        turn = self._host.rotate_keys(torch.tensor([-num_dropped], device=self.device))
         for index in range(self.num_layers):
             self._budget.spend(self._budget.copy(num_kept))
             keys, values = self.read(index, places)

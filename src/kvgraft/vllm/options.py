@@ -1,6 +1,6 @@
 """What a request may say about reuse, and what it is told: the one schema of the HTTP edge and the engine.
 
-A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `Report` in the same place.
+A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `ServedReport` in the same place.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
 MAX_NAME = 128  # characters of a namespace or a segment name
 REFRESH, READ = "refresh", "read"  # control operations that read anew
 SCORE = "score"  # another: computes exactly what an answer is scored by
-_OPS = ("freeze", "delete", "list", REFRESH, READ, SCORE)
-OWN_FIELDS = ("policy", "reuse", "quality", "match", "namespace", "shared", "answer")
+_OPS = ("pin", "delete", "list", REFRESH, READ, SCORE)
+OWN_FIELDS = ("policy", "reuse", "quality", "match", "namespace", "shared", "forced_output")
 QUALITIES = ("exact", "guarded", "fast")
 GUARDED = "guarded"
 
@@ -47,7 +47,7 @@ class RequestOptions:
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
         shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
-        answer: token ids with which its answer begins, whatever the model would choose.
+        forced_output: token ids with which its answer begins, whatever the model would choose.
         profile: which profile named the policy, or None.
     """
 
@@ -57,7 +57,7 @@ class RequestOptions:
     namespace: str = ""
     match_similar: bool = False
     shared: tuple[str, ...] | None = None
-    answer: tuple[int, ...] = ()
+    forced_output: tuple[int, ...] = ()
     profile: str | None = None
 
     @property
@@ -68,7 +68,7 @@ class RequestOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
         """From `{"policy": name, "reuse": "auto" | "exact" | "off", "quality": "exact" | "guarded" | "fast", "match":
-        "exact" | "similar", "namespace": text, "shared": [text, ...], "answer": [token id, ...], <policy option>:
+        "exact" | "similar", "namespace": text, "shared": [text, ...], "forced_output": [token id, ...], <policy option>:
         value}`, all optional. `off` is another word for `exact`, and quality `exact` one more.
 
         Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
@@ -88,7 +88,7 @@ class RequestOptions:
         base = default.policy if name in (None, default.policy.name) else parse_policy(str(name))
         options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
         policy = _changed(base, options)
-        shared, answer = _shared(given.get("shared")), parse_answer(given.get("answer"))
+        shared, answer = _shared(given.get("shared")), parse_forced_output(given.get("forced_output"))
         profile = default.profile if policy == default.policy else None
         is_exact = reuse != "auto" or quality == "exact"
         return cls(policy, not is_exact, quality, namespace, similar, shared, answer, profile)
@@ -96,14 +96,14 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Control:
-    """An operation on the frozen pool, or on what is to be read anew, sent by the API server as a request of its own:
-    the one way into the engine that every layout of vLLM has. The prompt of `freeze` is the text to pin, that of `read`
+    """An operation on the pinned documents, or on what is to be read anew, sent by the API server as a request of its own:
+    the one way into the engine that every layout of vLLM has. The prompt of `pin` is the text to pin, that of `read`
     the text to read, that of `score` what to compute; that of the others is ignored.
 
     Attributes:
-        op: freeze, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
-        owner: whom `freeze` charges, whatever the namespace: the label of a tenant.
-        quota: share of the frozen capacity that this owner may take.
+        op: pin, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
+        owner: whom `pin` charges, whatever the namespace: the label of a tenant.
+        quota: share of the pinned capacity that this owner may take.
         adapter: name of the one under which a segment was read; empty: none.
     """
 
@@ -135,8 +135,8 @@ class Control:
         return control
 
     @property
-    def reads_anew(self) -> bool:
-        """Whether it is about what to read anew, and not about the frozen pool."""
+    def is_idle_refresh(self) -> bool:
+        """Whether it is about what to read anew, and not about the pinned documents."""
         return self.op in (REFRESH, READ)
 
     def as_params(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Control:
 
 
 @dataclass
-class Report(PrefillReport):
+class ServedReport(PrefillReport):
     """What became of one prompt; `as_params` puts it into the response's `kv_transfer_params`.
 
     Attributes:
@@ -155,7 +155,7 @@ class Report(PrefillReport):
             them; `promoted_heads`: local ones that saw everything, over all layers; `distinguishing_tokens`: recomputed
             because their segment looks alike. Empty if its policy counts nothing.
         kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
-        would_graft_tokens: that a server that only discovers would have grafted, had it been live.
+        shadow_graftable_tokens: that a server in shadow mode would have grafted, had it been live.
         guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
     """
 
@@ -163,7 +163,7 @@ class Report(PrefillReport):
     registered_blocks: int = 0
     kept_tokens: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    would_graft_tokens: int = 0
+    shadow_graftable_tokens: int = 0
     guard: str | None = None
 
     def as_params(self) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def namespace_label(cache_salt: str) -> str:
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
 
 
-def frozen_namespace(cache_salt: str, adapter: str) -> str:
-    """Where text is frozen that a namespace reads under the adapter of this name; empty: under none."""
+def pin_namespace(cache_salt: str, adapter: str) -> str:
+    """Where text is pinned that a namespace reads under the adapter of this name; empty: under none."""
     return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
 
 
@@ -210,12 +210,12 @@ def _shared(names: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def parse_answer(given: Any) -> tuple[int, ...]:
+def parse_forced_output(given: Any) -> tuple[int, ...]:
     """Token ids with which an answer is to begin, none of nothing; ValueError unless it is a list of some."""
     if given is None:
         return ()
     if not isinstance(given, list) or not given or not all(type(token) is int and token >= 0 for token in given):
-        raise ValueError(f"answer must be a list of token ids, got {str(given)[:40]!r}")
+        raise ValueError(f"forced_output must be a list of token ids, got {str(given)[:40]!r}")
     return tuple(given)
 
 

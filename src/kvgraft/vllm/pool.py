@@ -1,4 +1,4 @@
-"""vLLM's block pool as our own code sees pages: virtual and frozen blocks live in it, nothing is copied."""
+"""vLLM's block pool as our own code sees pages: virtual and pinned blocks live in it, nothing is copied."""
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile

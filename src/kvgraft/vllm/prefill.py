@@ -251,8 +251,8 @@ class VllmPrefill(PagedPrefill):
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
         return over_ranks(values, reduction, self._host.device)
 
-    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        return self._host.turning(*upload(self._host.device, shifts))
+    def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+        return self._host.rotate_keys(*upload(self._host.device, shifts))
 
     def _spread(self, index: int, spreading: Spreading) -> None:
         """Add to the KV of other tokens what has changed in those that are recomputed."""
@@ -298,7 +298,7 @@ class VllmPrefill(PagedPrefill):
         source = torch.stack([self._counterparts(group, main) for group in range(len(self._slots[0]))])
         here, there = (self.plan.positions[where] for where in (spreading.anchors, spreading.where))
         was = here - self.plan.graft_shifts[is_anchor]
-        return source, self.turning(-here), self.turning(-was), self.turning(there)
+        return source, self.rotate_keys(-here), self.rotate_keys(-was), self.rotate_keys(there)
 
     @cached_property
     def leaves_out(self) -> bool:

@@ -11,14 +11,14 @@ from kvgraft.methods import require_amount, require_at_least, require_choice, re
 from kvgraft.prefill.costs import MEASURED, Costs, find_costs
 from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.profile import PolicyProfile
-from kvgraft.reuse.cost import EXACT_VALUE
+from kvgraft.reuse.cost import EXACTNESS_WEIGHT
 from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
 
-MODES = ("live", "discover")
-DISCOVER = "discover"
+MODES = ("live", "shadow")
+SHADOW = "shadow"
 TOOLS, JSON = "tools", "json"
 KINDS = (TOOLS, JSON)  # of requests, see `exact_for`
 
@@ -41,10 +41,10 @@ class KVGraftSettings:
             exact in it is recovered where it is, as far as the policy sees fit.
         max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d; MAX_DEPTH is
             no limit.
-        require_clean_context: graft only text that stood at the beginning of what it was read in (frozen text does).
-        watermark: share of used blocks above which a namespace sheds its own frozen blocks when it needs room.
-        frozen_capacity: share of the pool that frozen blocks may take.
-        frozen_quota: share of that which one tenant may take, whatever its namespaces; None: equal ones for all keys.
+        require_clean_context: graft only text that stood at the beginning of what it was read in (pinned text does).
+        watermark: share of used blocks above which a namespace sheds its own pinned blocks when it needs room.
+        pin_capacity: share of the pool that pinned blocks may take.
+        pin_quota: share of that which one tenant may take, whatever its namespaces; None: equal ones for all keys.
         store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
         store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0, no store_dir and no
             store_shared: no store.
@@ -53,17 +53,17 @@ class KVGraftSettings:
         store_shared_timeout: seconds for which a prompt waits for it.
         store_shared_gib: size of a shared directory; None: 64. A server bounds itself.
         costs: by which it is decided what to graft: `measured` when the server starts, `tokens`, or a file of them.
-        exact_value: what it is worth that KV is exact, as a share of what computing it costs: 0 grafts whatever makes
+        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs: 0 grafts whatever makes
             the first token come sooner.
         document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
             part of them.
-        refresh: how many tokens of popular text that is known only approximately are read anew, exactly, while no
+        idle_refresh: how many tokens of popular text that is known only approximately are read anew, exactly, while no
             request runs: at most this share of the prompt tokens that requests have brought.
         guard: share of the answers on approximate KV that are scored with exact KV.
         guard_target: what quality is kept, `flips=0.01` or `kl=0.05` (nats): a policy whose answers are worse gets a
             larger budget, then requests with it get exact KV. None: whatever is found.
         guard_tokens: that may be computed a minute to score answers.
-        mode: `live`, or `discover`: nothing is grafted, and reports and metrics say what would have been.
+        mode: `live`, or `shadow`: nothing is grafted, and reports and metrics say what would have been.
         exact_for: kinds of requests that always get exact KV, of `tools` and `json`.
         allow_untested: start, with a warning, on a vLLM that is newer than those that are supported.
     """
@@ -77,8 +77,8 @@ class KVGraftSettings:
     max_depth: int = MAX_DEPTH
     require_clean_context: bool = False
     watermark: float = 0.9
-    frozen_capacity: float = 0.5
-    frozen_quota: float | None = None
+    pin_capacity: float = 0.5
+    pin_quota: float | None = None
     store_dir: str | None = None
     store_ram_gib: float = 0.0
     store_disk_gib: float = 16.0
@@ -88,9 +88,9 @@ class KVGraftSettings:
     store_shared_timeout: float = 0.5
     store_shared_gib: float | None = None
     costs: str = MEASURED
-    exact_value: float = EXACT_VALUE
+    exactness_weight: float = EXACTNESS_WEIGHT
     document_gib: float = 2.0
-    refresh: float = 0.0
+    idle_refresh: float = 0.0
     guard: float = 0.0
     guard_target: str | None = None
     guard_tokens: int = 20_000
@@ -170,11 +170,11 @@ class KVGraftSettings:
             raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
         for layer in settings.residual_layers:
             require_at_least("residual_layers", layer, 0)
-        for name in ("watermark", "frozen_capacity", "exact_value", "refresh", "guard"):
+        for name in ("watermark", "pin_capacity", "exactness_weight", "idle_refresh", "guard"):
             require_share(name, getattr(settings, name))
-        if settings.frozen_quota is not None:
-            require_share("frozen_quota", settings.frozen_quota)
-        for name in ("watermark", "frozen_capacity", "frozen_quota"):
+        if settings.pin_quota is not None:
+            require_share("pin_quota", settings.pin_quota)
+        for name in ("watermark", "pin_capacity", "pin_quota"):
             if getattr(settings, name) == 0:
                 raise ValueError(f"{name} must be above 0")
         require_amount("document_gib", settings.document_gib)
@@ -199,8 +199,8 @@ def _check_guard(settings: KVGraftSettings) -> None:
     require_at_least("guard_tokens", settings.guard_tokens, 1)
     if settings.target is not None and not settings.guard:
         raise ValueError(f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to score")
-    if settings.target is not None and settings.mode == DISCOVER:
-        raise ValueError(f"guard_target {settings.guard_target}: mode {DISCOVER} has nothing to cut back")
+    if settings.target is not None and settings.mode == SHADOW:
+        raise ValueError(f"guard_target {settings.guard_target}: mode {SHADOW} has nothing to cut back")
     if not isinstance(settings.exact_for, list | tuple):
         raise ValueError(f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}")
     for kind in settings.exact_for:

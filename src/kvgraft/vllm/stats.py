@@ -61,16 +61,16 @@ METRICS = {
         "event",
         tuple(EVENTS),
     ),
-    "kvgraft:read_anew_tokens_total": Metric(
+    "kvgraft:idle_refresh_tokens_total": Metric(
         Counter, "Tokens of popular text that were computed exactly while no request ran."
     ),
-    "kvgraft:would_graft_tokens_total": Metric(Counter, "Tokens that a server that only discovers would have grafted."),
-    "kvgraft:would_save_seconds_total": Metric(
+    "kvgraft:shadow_graftable_tokens_total": Metric(Counter, "Tokens that a server in shadow mode would have grafted."),
+    "kvgraft:shadow_saved_seconds_total": Metric(
         Counter, "Seconds of prefill that this would have saved, by what is expected of the costs."
     ),
     "kvgraft:stage_seconds": Metric(Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"),
-    "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, frozen.", "state"),
-    "kvgraft:frozen_segments": Metric(Gauge, "Frozen segments."),
+    "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, pinned.", "state"),
+    "kvgraft:pinned_documents": Metric(Gauge, "Pinned documents."),
     "kvgraft:index_entries": Metric(Gauge, "Virtual blocks in the index, live and stale."),
     "kvgraft:cost_seconds": Metric(
         Gauge, "Seconds of prefill as measured at the start, of one pass, token, pair and copy.", "of"

@@ -15,7 +15,7 @@ from kvgraft.evaluate.traffic.origins import Origin, Stretches, TokenCounts
 from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings
 from kvgraft.evaluate.traffic.seconds import prefill_seconds
 from kvgraft.evaluate.traffic.tables import by_depth, depth_limit
-from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
 from kvgraft.prefill.costs import Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.segmentation import Similarity
@@ -28,7 +28,7 @@ def text(count: int) -> np.ndarray:
     return RNG.integers(3, 40000, count).astype(np.int32)
 
 
-def trace(*prompts: Sequence[np.ndarray], sessions: Sequence[str] = ()) -> Trace:
+def trace(*prompts: Sequence[np.ndarray], sessions: Sequence[str] = ()) -> RequestTrace:
     """Prompts of several messages; all of one session unless told otherwise."""
     requests = []
     for number, pieces in enumerate(prompts):
@@ -36,7 +36,7 @@ def trace(*prompts: Sequence[np.ndarray], sessions: Sequence[str] = ()) -> Trace
         starts = np.cumsum([0, *map(len, pieces[:-1])])
         turn = 1 + sum(request.session == session for request in requests)
         requests.append(TracedRequest(session, None, np.concatenate(pieces), starts, turn=turn))
-    return Trace(tuple(requests), 1, False, (), (), 0)
+    return RequestTrace(tuple(requests), 1, False, (), (), 0)
 
 
 def sides(analysed: Analysed) -> dict[str, TokenCounts]:

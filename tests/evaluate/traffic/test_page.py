@@ -14,7 +14,7 @@ from kvgraft.evaluate.traffic.page import render_page
 from kvgraft.evaluate.traffic.picture import draw
 from kvgraft.evaluate.traffic.replay import ReplaySettings
 from kvgraft.evaluate.traffic.tables import render
-from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
 from kvgraft.prefill.costs import Costs
 
 COSTS = Costs(pass_s=0.1, token_s=1e-2, pair_s=1e-6, copy_s=1e-4)
@@ -27,7 +27,7 @@ def analysed() -> Analysed:
     return analyse(made_trace(), ReplaySettings(), [1500, None], tokenizer="words")
 
 
-def made_trace() -> Trace:
+def made_trace() -> RequestTrace:
     """Two sessions with the same documents, one of them with a name that nobody should believe."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(3, 4000, 320).astype(np.int32) for _ in range(2))
@@ -36,7 +36,7 @@ def made_trace() -> Trace:
     for session, turn, texts in prompts:
         tokens = np.concatenate([rng.integers(3, 4000, 16).astype(np.int32), *texts])
         requests.append(TracedRequest(session, None, tokens, np.zeros(1, int), turn=turn))
-    return Trace(tuple(requests), 2, False, ("a.jsonl, line 3: is not JSON",), (), 0)
+    return RequestTrace(tuple(requests), 2, False, ("a.jsonl, line 3: is not JSON",), (), 0)
 
 
 @pytest.fixture

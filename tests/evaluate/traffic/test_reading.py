@@ -8,7 +8,7 @@ import pytest
 
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.evaluate.traffic.tokens import WordPieces, open_tokens
-from kvgraft.evaluate.traffic.trace import Trace, read_trace
+from kvgraft.evaluate.traffic.trace import RequestTrace, read_trace
 from kvgraft.testbed import MODEL_DIR
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the code of lamp is 42 ."}]
@@ -24,7 +24,7 @@ def write(directory: Path, name: str, *lines: Any) -> Path:
     return path
 
 
-def read(*paths: Path, **options: Any) -> Trace:
+def read(*paths: Path, **options: Any) -> RequestTrace:
     return read_trace(paths, WordPieces(), **options)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.prefill.documents.context import DocumentContext, Layout
+from kvgraft.prefill.documents.context import DocumentContext, DocumentLayout
 from kvgraft.prefill.policies import Condense
 from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE
@@ -56,7 +56,7 @@ def test_everything_kept_answers_as_any_policy_that_keeps_everything(engine: Eng
 class Watched(MultiInfLLM):
     """Notes what is kept."""
 
-    seen: ClassVar[list[tuple[Layout, Tensor]]] = []
+    seen: ClassVar[list[tuple[DocumentLayout, Tensor]]] = []
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         kept = super().choose(ctx)

@@ -11,14 +11,14 @@ from every_flow import CHANNELS
 from kvgraft import Engine
 from kvgraft.decode.flow import trace
 from kvgraft.decode.flows import parse_flow
-from kvgraft.evaluate.flows import Stage
+from kvgraft.evaluate.flows import FlowStage
 from kvgraft.testbed import MODEL_DIR
 from research.vortex import diversity
 from research.vortex import search as searching
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "flows"
 MASKED = f"{CHANNELS}:channel_quest"
-STAGES = (Stage("only", {"ruler": ("needles",)}, 1),)
+STAGES = (FlowStage("only", {"ruler": ("needles",)}, 1),)
 
 
 def test_every_combination_of_motifs_is_a_flow(tmp_path: Path):

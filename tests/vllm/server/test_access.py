@@ -61,7 +61,7 @@ def ask(client: TestClient, method: str, path: str, key: str | None) -> int:
 
 def test_every_route_but_the_open_ones_needs_a_key(client: TestClient):
     asked = set(routes(client.app))
-    assert {path for _, path in asked} >= {"/v1/completions", "/v1/kvgraft/segments", "/kvgraft", "/collective_rpc"}
+    assert {path for _, path in asked} >= {"/v1/completions", "/v1/kvgraft/pins", "/kvgraft", "/collective_rpc"}
     for (method, path), key in product(asked, (None, "unknown", ALICE[:-1])):
         expected = path in OPEN_ROUTES
         assert (ask(client, method, path, key) != NO_ONE) == expected, f"{method} {path} with key {key}"
@@ -84,7 +84,7 @@ def test_what_acts_on_all_tenants_is_for_the_admin(client: TestClient):
     for path in ("/reset_prefix_cache", "/collective_rpc", "/server_info", "/pause", "/inference/v1/generate"):
         assert path in paths
         assert ask(client, "POST", path, ALICE) == NOT_ENOUGH
-    for path in ("/v1/kvgraft/segments", "/v1/kvgraft/segments/x", "/v1/kvgraft/tenants"):
+    for path in ("/v1/kvgraft/pins", "/v1/kvgraft/pins/x", "/v1/kvgraft/tenants"):
         assert ask(client, "GET", path, ALICE) == NOT_ENOUGH
 
 
@@ -120,7 +120,7 @@ def test_without_an_admin_key_nobody_is_admin_and_the_answer_says_so(monkeypatch
     for arguments, key in ((["--api-key", ALICE], ALICE), ([], None)):
         client = TestClient(application(monkeypatch, *arguments), raise_server_exceptions=False)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        answer = client.get("/v1/kvgraft/segments", headers=headers)
+        answer = client.get("/v1/kvgraft/pins", headers=headers)
         assert answer.status_code == NO_ADMIN
         assert "KVGRAFT_ADMIN_KEY" in answer.json()["error"]["message"]
         assert ask(client, "POST", "/v1/completions", key) not in (NO_ONE, NOT_ENOUGH, NO_ADMIN)

@@ -66,8 +66,8 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "max_depth": 2,
         "require_clean_context": True,
         "watermark": 0.5,
-        "frozen_capacity": 0.25,
-        "frozen_quota": 0.5,
+        "pin_capacity": 0.25,
+        "pin_quota": 0.5,
         "store_dir": str(tmp_path),
         "store_ram_gib": 0.5,
         "store_disk_gib": 1.5,
@@ -77,8 +77,8 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         "store_shared_timeout": 0.25,
         "store_shared_gib": 2.0,
         "costs": "tokens",
-        "exact_value": 0.3,
-        "refresh": 0.05,
+        "exactness_weight": 0.3,
+        "idle_refresh": 0.05,
         "document_gib": 0.5,
         "mode": "live",
         "guard": 0.02,
@@ -176,7 +176,7 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-policy", "magic"], "unknown policy 'magic'"),
         (["--kvgraft-watermark", "2"], "watermark must be a share"),
         (["--kvgraft-watermark", "0"], "watermark must be above 0"),
-        (["--kvgraft-frozen-quota", "0"], "frozen_quota must be above 0"),
+        (["--kvgraft-pin-quota", "0"], "pin_quota must be above 0"),
         (["--kvgraft-guard", "0.1", "--enable-sleep-mode"], "must not score"),
         (["--kvgraft-guard", "0.1", "--max-logprobs", "5"], "--max-logprobs of at least 20, got 5"),
         (["--kvgraft-guard", "0.1", "--logprobs-mode", "processed_logprobs"], "not by --logprobs-mode processed_logp"),
@@ -197,10 +197,10 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-guard", "1.5"], "guard must be a share"),
         (["--kvgraft-guard-target", "flips=0.01"], "needs a guard above 0"),
         (
-            ["--kvgraft-guard", "0.1", "--kvgraft-guard-target", "flips=0.01", "--kvgraft-mode", "discover"],
-            "mode discover has nothing to cut back",
+            ["--kvgraft-guard", "0.1", "--kvgraft-guard-target", "flips=0.01", "--kvgraft-mode", "shadow"],
+            "mode shadow has nothing to cut back",
         ),
-        (["--kvgraft-frozen-quota", "1.5"], "frozen_quota must be a share"),
+        (["--kvgraft-pin-quota", "1.5"], "pin_quota must be a share"),
         (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
         (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),
         (["--api-key", "a", "--kvgraft-single-tenant"], "for a server without API keys"),
@@ -245,11 +245,11 @@ def test_our_plugin_is_allowed_and_no_other_is_taken_away():
         ([], 1.0),
         (["--api-key", "a"], 1.0),
         (["--api-key", "a", "b", "c", "d"], 0.25),
-        (["--api-key", "a", "b", "--kvgraft-frozen-quota", "0.75"], 0.75),
-        (["--kvgraft-frozen-quota", "0.75"], 0.75),
+        (["--api-key", "a", "b", "--kvgraft-pin-quota", "0.75"], 0.75),
+        (["--kvgraft-pin-quota", "0.75"], 0.75),
     ],
 )
-def test_tenants_have_equal_shares_of_what_may_be_frozen_unless_said_otherwise(arguments: list[str], quota: float):
+def test_tenants_have_equal_shares_of_what_may_be_pinned_unless_said_otherwise(arguments: list[str], quota: float):
     assert ServerState(parse(arguments)).segments.quota == quota
 
 

@@ -62,7 +62,7 @@ WRONG = [
     (given("--ssl-keyfile", "/no.key", "--ssl-certfile", "/no.pem"), "--ssl-keyfile /no.key: .*--ssl-certfile /no.pem"),
     (given("--ssl-certfile", __file__), "no certificate and key that belong together"),
     (given("--kvgraft-policy", "sprad"), "unknown policy 'sprad'"),
-    (given("--kvgraft-frozen_quota", "2"), "frozen_quota must be a share"),
+    (given("--kvgraft-pin_quota", "2"), "pin_quota must be a share"),
     (given("--kvgraft-polcy", "naive"), "there is no flag --kvgraft-polcy: did you mean --kvgraft-policy"),
     (given("--kvgraft-guard-tokens", "many"), "--kvgraft-guard-tokens: invalid int value: 'many'"),
     (wrong_map, "heads.json is no "),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from running import ADMIN, RunningServer, running
-from test_segments import PATH
+from test_pin_routes import PATH
 from test_server import complete, elsewhere
 
 from kvgraft.testbed import MODEL_DIR
@@ -110,7 +110,7 @@ def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain
 
 
 @pytest.mark.slow
-def test_in_plain_vllm_freezing_takes_a_secret_from_the_environment(plain: RunningServer):
+def test_in_plain_vllm_pinning_takes_a_secret_from_the_environment(plain: RunningServer):
     with plain.http(ADMIN) as client:
         answer = client.post(PATH, json={"name": "x", "text": "the " * 100})
     assert answer.status_code == 503

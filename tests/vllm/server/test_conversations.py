@@ -16,7 +16,7 @@ from test_store import wait_until_stored
 
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.segments import PATH
+from kvgraft.vllm.server.pin_routes import PATH
 
 pytestmark = pytest.mark.slow
 BLOCK, LONGEST = 32, 2560  # tokens of a block, and of a request

@@ -17,19 +17,19 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.compat.reports import HEADER, StoppedReports, send_ahead, stop_sending
-from kvgraft.vllm.granted import GRANTED, granted_salts
-from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, Report, RequestOptions
+from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
+from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, RequestOptions, ServedReport
 from kvgraft.vllm.server.call import CURRENT, Call
-from kvgraft.vllm.server.engine_client import NOT_RESET, GuardedEngineClient
+from kvgraft.vllm.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.vllm.server.keys import Keys
+from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
-from kvgraft.vllm.server.watching import Watched
 
 ALICE = Tenant.of("alice")
 GRANTS = Grants(["wiki=alice", "law=*", "hidden=bob"], Keyring(Keys(("alice", "bob"), "admin")))
-REPORT = Report(policy="naive", prompt_tokens=1, fresh_tokens=1, spans=[[0, 1, "fresh"]])
+REPORT = ServedReport(policy="naive", prompt_tokens=1, fresh_tokens=1, spans=[[0, 1, "fresh"]])
 
 
 class Engine:
@@ -88,8 +88,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def client(engine: Engine, salts: Salts) -> GuardedEngineClient:
-    return GuardedEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
+def client(engine: Engine, salts: Salts) -> TenantEngineClient:
+    return TenantEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
 
 
 def admit(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> str | None:
@@ -110,7 +110,7 @@ def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(engine: E
 
 def test_what_the_guard_notes_is_of_the_callers_own_request_whatever_id_clients_choose(engine: Engine, salts: Salts):
     bob = Tenant.of("bob")
-    notes = {tenant: Watched(Ticket("naive", parse_policy("naive")), "") for tenant in (ALICE, bob)}
+    notes = {tenant: LogprobRecorder(Ticket("naive", parse_policy("naive")), "") for tenant in (ALICE, bob)}
     for tenant in (bob, ALICE):
         sent = request()
         sent.lora_request = LoRARequest(tenant.label, 1, "/a")
@@ -198,7 +198,7 @@ def test_a_reset_that_cannot_be_is_no_error(engine: Engine):
     assert asyncio.run(engine.reset_prefix_cache(reset_running_requests=True)) is False
 
 
-def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: GuardedEngineClient):
+def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: TenantEngineClient):
     order = []
 
     async def reset() -> None:
@@ -213,7 +213,7 @@ def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: Guarde
     assert order == ["guard", "cache"]
 
 
-def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(engine: Engine, client: GuardedEngineClient):
+def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(engine: Engine, client: TenantEngineClient):
     order = []
 
     async def reset() -> None:

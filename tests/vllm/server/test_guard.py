@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from running import ADMIN, ALICE, BOB, RunningServer, running
-from test_given_answers import ask, giving, token_ids
-from test_segments import LABELS
+from test_forced_output import ask, giving, token_ids
+from test_pin_routes import LABELS
 from test_server import QUESTION, elsewhere
 
 from kvgraft.guard.distances import along_logprobs

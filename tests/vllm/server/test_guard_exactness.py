@@ -17,7 +17,7 @@ from kvgraft.testbed import MODEL_DIR
 pytestmark = pytest.mark.slow
 SERVE = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--dtype", "float32"]
 GUARD = ["--kvgraft-costs", "tokens", "--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000"]
-BESIDE = ["--kvgraft-refresh", "1.0", "--kvgraft-share", "wiki=*"]
+BESIDE = ["--kvgraft-idle-refresh", "1.0", "--kvgraft-share", "wiki=*"]
 TOLERANCE = 1e-3  # nats
 
 

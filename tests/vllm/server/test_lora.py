@@ -15,7 +15,7 @@ from models import make_adapter
 
 pytestmark = pytest.mark.slow
 
-SEGMENTS = "/v1/kvgraft/segments"
+SEGMENTS = "/v1/kvgraft/pins"
 EVERYTHING = {"policy": "spread", "recompute_share": 1.0}
 TOLERANCE = 1e-3  # nats
 
@@ -79,19 +79,19 @@ def test_answers_are_scored_under_their_own_adapter(serving: RunningServer):
         assert found["answer_kl"] < TOLERANCE
 
 
-def test_text_is_frozen_under_an_adapter(serving: RunningServer):
+def test_text_is_pinned_under_an_adapter(serving: RunningServer):
     text = " ".join(f"w{3 + number % 150}" for number in range(7, 7 + 5 * BLOCK))
-    place = {"tenant": Tenant.of(ALICE).label, "namespace": "frozen"}
+    place = {"tenant": Tenant.of(ALICE).label, "namespace": "pinned"}
     with serving.http(ADMIN) as admin:
-        frozen = admin.post(SEGMENTS, json={"name": "x", "text": text, "model": "a", **place})
-        assert frozen.status_code == 200, frozen.text
-        assert frozen.json()["model"] == "a"
+        pinned = admin.post(SEGMENTS, json={"name": "x", "text": text, "model": "a", **place})
+        assert pinned.status_code == 200, pinned.text
+        assert pinned.json()["model"] == "a"
         tokens = admin.post("/tokenize", json={"model": "base", "prompt": text}).json()["tokens"]
         for name in ("base", "a", "b"):
-            _, report = ask(serving, name, elsewhere(tokens), namespace="frozen")
+            _, report = ask(serving, name, elsewhere(tokens), namespace="pinned")
             assert (report["grafted_tokens"] > 0) == (name == "a")
             listed = admin.get(SEGMENTS, params={"model": name, **place}).json()
-            assert [one["name"] for one in listed["segments"]] == (["x"] if name == "a" else [])
+            assert [one["name"] for one in listed["pins"]] == (["x"] if name == "a" else [])
         assert admin.delete(f"{SEGMENTS}/x", params=place).status_code == 404
         assert admin.delete(f"{SEGMENTS}/x", params={"model": "a", **place}).status_code == 200
         missing = admin.post(SEGMENTS, json={"name": "x", "text": text, "model": "c", **place})

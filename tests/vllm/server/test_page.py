@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from running import ADMIN, ALICE, BOB, RunningServer
-from test_segments import LABELS, PATH
+from test_pin_routes import LABELS, PATH
 from test_server import complete, elsewhere
 
 from chromium import Page
@@ -17,7 +17,7 @@ MARKUP = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture(scope="module")
 def document(server: RunningServer, texts: Any) -> Iterator[str]:
-    """A text that Alice has frozen under a name that is markup, met again elsewhere, and that Bob reads."""
+    """A text that Alice has pinned under a name that is markup, met again elsewhere, and that Bob reads."""
     text = texts.document()
     segment = {"tenant": LABELS[ALICE], "name": MARKUP, "text": text}
     with server.http(ADMIN) as admin:
@@ -54,7 +54,7 @@ def test_a_tenant_sees_its_requests_as_bars_and_its_segments(page: Page, server:
     bars = "[...document.querySelector('#recent tbody tr').querySelectorAll('{0} > span')].map(s => s.className)"
     assert page.evaluate(bars.format(".bar:not(.thin)")) == [kind for *_, kind in expected["spans"]]
     assert page.evaluate(bars.format(".bar.thin")) == ["grafted", "recomputed", "fresh"]
-    [segment] = rows(page, "segments")
+    [segment] = rows(page, "pins")
     assert segment[0] == MARKUP
     assert segment[2] == f"{server.status(ALICE)['segments'][0]['num_tokens']}"
     assert page.evaluate("document.getElementById('view').textContent") == f"tenant {LABELS[ALICE]}"
@@ -82,7 +82,7 @@ def test_the_admin_sees_all_tenants_and_why_nothing_was_grafted(page: Page, serv
     assert misses == server.status(ADMIN)["totals"]["misses"]
     pool = server.status(ADMIN)["pool"]
     legend = page.evaluate("document.getElementById('pool-legend').textContent")
-    assert f"frozen {pool['frozen']}" in legend
+    assert f"pinned {pool['pinned']}" in legend
     assert page.evaluate("document.getElementById('now').textContent") == "0 running, 0 waiting"
 
 
@@ -120,7 +120,7 @@ def test_on_a_phone_everything_is_on_the_screen(page: Page, server: RunningServe
     }).map(element => `${element.tagName} ${element.className} ${element.textContent.slice(0, 40)}`)"""
     assert page.evaluate(outside) == []
     numbers = "[...document.querySelector('#{0} tbody tr').querySelectorAll('td.number')]"
-    for table, count in (("recent", 2), ("segments", 4)):
+    for table, count in (("recent", 2), ("pins", 4)):
         shown = page.evaluate(f"{numbers.format(table)}.map(cell => cell.getBoundingClientRect().width > 0)")
         assert shown == [True] * count
     named = page.evaluate(f"{numbers.format('segments')}.map(cell => getComputedStyle(cell, '::before').content)")

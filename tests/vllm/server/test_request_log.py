@@ -1,15 +1,17 @@
 import pytest
 from vllm.outputs import RequestOutput
 
-from kvgraft.vllm.options import Report
+from kvgraft.vllm.options import ServedReport
 from kvgraft.vllm.server.request_log import RECENT, Entry, RequestLog
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
-GRAFTED = Report("sparsex", 100, 20, 0, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]])
+GRAFTED = ServedReport(
+    "sparsex", 100, 20, 0, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]]
+)
 
 
-def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
+def ended(tenant: Tenant, report: ServedReport | None, num_cached: int = 0) -> Entry:
     if report:
         report.conclude(report.reason)
     params = report.as_params() if report else None
@@ -23,12 +25,12 @@ def ended(tenant: Tenant, report: Report | None, num_cached: int = 0) -> Entry:
     ("report", "outcome"),
     [
         (GRAFTED, "grafted"),
-        (Report(prompt_tokens=9, prefix_tokens=2, continued_tokens=6, fresh_tokens=1, depth=1), "continued"),
-        (Report(prompt_tokens=3, prefix_tokens=2, fresh_tokens=1), "prefix_only"),
-        (Report(prompt_tokens=3, fresh_tokens=3, reason="no_known_text"), "miss"),
+        (ServedReport(prompt_tokens=9, prefix_tokens=2, continued_tokens=6, fresh_tokens=1, depth=1), "continued"),
+        (ServedReport(prompt_tokens=3, prefix_tokens=2, fresh_tokens=1), "prefix_only"),
+        (ServedReport(prompt_tokens=3, fresh_tokens=3, reason="no_known_text"), "miss"),
     ],
 )
-def test_the_outcome_follows_from_the_report(report: Report, outcome: str):
+def test_the_outcome_follows_from_the_report(report: ServedReport, outcome: str):
     entry = ended(ALICE, report)
     assert (entry.outcome, entry.reason, entry.spans) == (outcome, report.reason, report.spans)
     assert entry.tokens == {
@@ -56,7 +58,7 @@ def test_what_was_aborted_has_no_tokens():
 
 def test_a_tenant_sees_its_own_and_the_admin_all():
     request_log = RequestLog((ALICE, BOB))
-    miss = Report(prompt_tokens=7, fresh_tokens=7, reason="no_known_text")
+    miss = ServedReport(prompt_tokens=7, fresh_tokens=7, reason="no_known_text")
     for tenant, report in ((ALICE, GRAFTED), (BOB, miss), (BOB, miss), (ADMIN, GRAFTED)):
         request_log.add(ended(tenant, report))
     alice, bob = (request_log.view(Principal(tenant)) for tenant in (ALICE, BOB))
@@ -82,7 +84,7 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
 
 def test_a_prefix_hit_is_no_miss():
     request_log = RequestLog((ALICE,))
-    request_log.add(ended(ALICE, Report(prompt_tokens=40, prefix_tokens=36, fresh_tokens=4, reason="too_short")))
+    request_log.add(ended(ALICE, ServedReport(prompt_tokens=40, prefix_tokens=36, fresh_tokens=4, reason="too_short")))
     totals = request_log.view(Principal(ALICE))["totals"]
     assert (totals["requests"], totals["misses"]) == ({"prefix_only": 1}, {})
 

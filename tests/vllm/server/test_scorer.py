@@ -12,9 +12,9 @@ from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.options import KEY, TRIAL_OF
 from kvgraft.vllm.server.call import Call
+from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
 from kvgraft.vllm.server.metrics import GuardMetrics
-from kvgraft.vllm.server.scorer import AT_ONCE, CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, Sample, Scorer
-from kvgraft.vllm.server.watching import Watched
+from kvgraft.vllm.server.scorer import AT_ONCE, CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, AnswerSample, Scorer
 
 TICKET = Ticket("spread", parse_policy("spread"), is_watched=True)
 PROMPT = list(range(2 * CHUNK + 100))
@@ -35,12 +35,12 @@ class Gate:
     async def run(
         self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
     ) -> Any | None:
-        assert call.yields
+        assert call.low_priority
         self.adapters.append(call.lora_request)
         self.asked.append((call.salt, params, len(token_ids), sampling))
         if self.fails:
             return None
-        certain = [{token: SimpleNamespace(logprob=0.0)} for token in params[KEY].get("answer", ())]
+        certain = [{token: SimpleNamespace(logprob=0.0)} for token in params[KEY].get("forced_output", ())]
         return SimpleNamespace(
             num_cached_tokens=min(self.num_cached, len(token_ids) - 1),
             outputs=[SimpleNamespace(logprobs=certain)],
@@ -53,9 +53,9 @@ class Gate:
         return [length for _, _, length, _ in self.asked[3:]]
 
 
-def sample(**changes: Any) -> Sample:
+def sample(**changes: Any) -> AnswerSample:
     given = {"prompt": PROMPT, "answer": ANSWER, "logprobs": OURS, "depth": 1, "found": {}}
-    return Sample(TICKET, "a", Call.own("salt of a", "an adapter"), **{**given, **changes})
+    return AnswerSample(TICKET, "a", Call.internal_request("salt of a", "an adapter"), **{**given, **changes})
 
 
 class Setting:
@@ -97,7 +97,7 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
     assert {salt for salt, *_ in setting.gate.asked[3:]} == {"salt of a"}
     assert setting.gate.adapters == [None] * 3 + ["an adapter"] * 4
     _, params, _, sampling = setting.gate.asked[-1]
-    assert params[KEY]["answer"] == ANSWER
+    assert params[KEY]["forced_output"] == ANSWER
     assert params[KEY]["control"]["op"] == "score"
     assert sampling == {"max_tokens": 2, "logprobs": NUM_LOGPROBS, "ignore_eos": True}
     assert setting.scored[0]["loglik"] == pytest.approx((-0.1 - 0.2) / 2)
@@ -129,7 +129,7 @@ def test_what_is_tried_is_asked_for_once_with_the_policy_that_it_would_have_had(
     setting = play(scene)
     [(salt, params, length, _)] = setting.gate.asked[3:]
     assert (salt, length) == ("salt of a", len(PROMPT))
-    assert params == {KEY: {"policy": str(TICKET.policy), "answer": ANSWER}, TRIAL_OF: "r1"}
+    assert params == {KEY: {"policy": str(TICKET.policy), "forced_output": ANSWER}, TRIAL_OF: "r1"}
     assert setting.scored[0]["loglik"] == pytest.approx((0.1 + 0.2) / 2), "the other way round"
     assert setting.metrics.tokens._value.get() == 30 + len(ANSWER)
 
@@ -195,7 +195,7 @@ def test_chunks_come_one_by_one_while_answers_are_generated_together():
         run = setting.gate.run
 
         async def slowly(call: Call, params: dict[str, Any], *rest: Any, **sampling: Any) -> Any | None:
-            kind = "answers" if "answer" in params[KEY] else "chunks"
+            kind = "answers" if "forced_output" in params[KEY] else "chunks"
             now[kind] += 1
             most[kind] = max(most[kind], now[kind])
             await asyncio.sleep(0.02 if kind == "answers" else 0.001)  # of the engine
@@ -274,7 +274,7 @@ def output(tokens: list[int]) -> Any:
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
 def test_what_vllm_says_is_noted_and_taken_out(kind: RequestOutputKind):
-    one, tokens = Watched(TICKET, "a", kind, "salt"), list(range(ANSWER_TOKENS + 5))
+    one, tokens = LogprobRecorder(TICKET, "a", kind, "salt"), list(range(ANSWER_TOKENS + 5))
     if kind == RequestOutputKind.FINAL_ONLY:
         outputs = [output(tokens)]
     else:
@@ -289,7 +289,7 @@ def test_what_vllm_says_is_noted_and_taken_out(kind: RequestOutputKind):
 
 
 def test_what_a_client_has_asked_for_itself_stays():
-    one, told = Watched(TICKET, "a", None, "salt"), output([1])
+    one, told = LogprobRecorder(TICKET, "a", None, "salt"), output([1])
     one.take(told)
     assert told.outputs[0].logprobs
     assert not one.is_whole

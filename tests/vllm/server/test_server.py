@@ -397,7 +397,7 @@ def test_metrics_are_those_of_the_server_and_name_no_tenant(server: RunningServe
     assert 'kvgraft:time_to_first_token_seconds_count{model_name="bundled",outcome="fallback"}' in metrics
     for key in (ALICE, BOB, ADMIN):
         assert Tenant.of(key).label not in metrics
-    assert server.status(ADMIN)["pool"].keys() == {"used", "free", "frozen"}
+    assert server.status(ADMIN)["pool"].keys() == {"used", "free", "pinned"}
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer, texts: Any):

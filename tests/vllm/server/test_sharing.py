@@ -9,10 +9,10 @@ import pytest
 from running import ADMIN, ALICE, BOB, RunningServer
 from test_server import QUESTION, ROUTES, complete, elsewhere, make_read, report_of, reused
 
-from kvgraft.vllm.granted import GRANTED
+from kvgraft.vllm.namespace_grants import GRANTED
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys
-from kvgraft.vllm.server.segments import PATH
+from kvgraft.vllm.server.pin_routes import PATH
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
 from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Salts, Tenant
@@ -34,7 +34,7 @@ def admin(server: RunningServer) -> Iterator[httpx.Client]:
         yield client
         for namespace in ("wiki", "law"):
             where = {"tenant": "shared", "namespace": namespace}
-            for segment in client.get(PATH, params=where).raise_for_status().json()["segments"]:
+            for segment in client.get(PATH, params=where).raise_for_status().json()["pins"]:
                 client.delete(f"{PATH}/{segment['name']}", params=where).raise_for_status()
 
 
@@ -43,7 +43,7 @@ def share(admin: httpx.Client, texts: Any, namespace: str) -> str:
     document = texts.document()
     wanted = {"name": "manual", "tenant": "shared", "namespace": namespace, "text": document}
     answer = admin.post(PATH, json=wanted).raise_for_status().json()
-    assert (answer["tenant"], answer["namespace"], answer["num_segments"]) == ("shared", namespace, 1)
+    assert (answer["tenant"], answer["namespace"], answer["num_pins"]) == ("shared", namespace, 1)
     return document
 
 
@@ -136,10 +136,10 @@ def test_only_the_admin_sees_what_is_shared_and_how_often_it_is_read(
 ):
     document = share(admin, texts, "wiki")
     report_of(server.openai(ALICE).completions.create(model="bundled", prompt=elsewhere(document), max_tokens=1))
-    [segment] = admin.get(PATH, params={"tenant": "shared", "namespace": "wiki"}).json()["segments"]
+    [segment] = admin.get(PATH, params={"tenant": "shared", "namespace": "wiki"}).json()["pins"]
     assert segment["hits"] == 1
-    assert server.status(ALICE)["segments"] == server.status(BOB)["segments"] == []
-    [shown] = server.status(ADMIN)["segments"]
+    assert server.status(ALICE)["pins"] == server.status(BOB)["pins"] == []
+    [shown] = server.status(ADMIN)["pins"]
     assert (shown["tenant"], shown["namespace"], shown["name"]) == ("shared", "wiki", "manual")
     with server.http(ALICE) as client:
         assert client.delete(f"{PATH}/manual", params={"tenant": "shared", "namespace": "wiki"}).status_code == 403
@@ -212,11 +212,11 @@ def test_without_an_admin_key_nobody_could_fill_it():
         parse(["--no-kvgraft", "--kvgraft-share", "wiki=*"])
 
 
-def test_arguments_keep_no_key_and_one_more_owner_freezes():
+def test_arguments_keep_no_key_and_one_more_owner_pins():
     keys = ["--api-key", ALICE, BOB, "--kvgraft-admin-key", ADMIN]
     args = parse([*keys, "--kvgraft-share", f"wiki={BOB}", "--kvgraft-share=law=*"])
     assert args.kvgraft_share == [f"wiki={LABELS[BOB]}", f"law={LABELS[ALICE]},{LABELS[BOB]}"]
     state = ServerState(args)
     assert state.grants.names_for(Tenant.of(BOB)) == ("wiki", "law")
-    assert state.segments.quota == 1 / 3
+    assert state.pins.quota == 1 / 3
     assert ServerState(parse(keys)).segments.quota == 1 / 2

@@ -14,9 +14,9 @@ from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
 FIGURES = {
     "running": 1,
     "waiting": 2,
-    "pool": {"used": 3, "free": 5, "frozen": 2},
+    "pool": {"used": 3, "free": 5, "pinned": 2},
     "index_entries": 7,
-    "read_anew_tokens": 11,
+    "idle_refresh_tokens": 11,
     "fallbacks": {"pool_pressure": 1},
 }
 
@@ -39,7 +39,7 @@ def test_one_of_several_tenants_is_shown_nothing_of_the_others(monkeypatch: pyte
         "waiting": None,
         "pool": None,
         "index_entries": None,
-        "read_anew_tokens": None,
+        "idle_refresh_tokens": None,
         "fallbacks": {},
     }
     assert shown(monkeypatch, [ALICE, BOB], ALICE) == nothing

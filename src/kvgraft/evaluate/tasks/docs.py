@@ -27,7 +27,7 @@ _TERM = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*(?:\.\w+)*|\d+(?:\.\d+)*)(?!\w)")
 
 
 @dataclass(frozen=True)
-class Passage:
+class DocumentedPassage:
     """(What is described, a sentence about it) of one documentation, in order, and the text of these."""
 
     text: str
@@ -72,14 +72,14 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
 
 
 @lru_cache(maxsize=8)
-def _passages(split: str, size: int) -> tuple[Passage, ...]:
+def _passages(split: str, size: int) -> tuple[DocumentedPassage, ...]:
     """Passages of about `size` characters, no sentence in two of them. All of one file are of one split, so that they
     are for every size."""
     of_this = (pages for pages in read_documentation() if in_split(pages.name, split))
     return tuple(passage for pages in of_this for passage in _cut(pages, size))
 
 
-def _cut(pages: Documentation, size: int) -> Iterator[Passage]:
+def _cut(pages: Documentation, size: int) -> Iterator[DocumentedPassage]:
     """Whole sentences, in order; a rest that is too short is left out."""
     taken: list[tuple[str, str]] = []
     for title, sentence in (*pages.sentences, ("", "")):
@@ -91,14 +91,14 @@ def _cut(pages: Documentation, size: int) -> Iterator[Passage]:
         taken.append((title, sentence))
 
 
-def _join(taken: Sequence[tuple[str, str]]) -> Passage:
+def _join(taken: Sequence[tuple[str, str]]) -> DocumentedPassage:
     text = "\n".join(taken[0])
     for (before, _), (title, sentence) in pairwise(taken):
         text += f" {sentence}" if title == before else f"\n{title}\n{sentence}"
-    return Passage(text, tuple(taken))
+    return DocumentedPassage(text, tuple(taken))
 
 
-def _cloze(rng: Random, passages: Sequence[Passage]) -> list[Ask]:
+def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
     """A term of each passage that has one which stands nowhere else, behind words that tell its place."""
     whole = _words(passage.text for passage in passages)
     found = []
@@ -116,7 +116,7 @@ def _cloze(rng: Random, passages: Sequence[Passage]) -> list[Ask]:
     return found
 
 
-def _continuation(rng: Random, passages: Sequence[Passage]) -> list[Ask]:
+def _continuation(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
     """The end of a sentence of each passage that has one whose beginning stands nowhere else."""
     whole = _words(passage.text for passage in passages)
     found = []
@@ -135,7 +135,7 @@ def _question(title: str) -> str:
     return f"Question: What does the text say about {title}?\nAnswer:"
 
 
-_ASKING: Mapping[str, Callable[[Random, Sequence[Passage]], list[Ask]]] = {
+_ASKING: Mapping[str, Callable[[Random, Sequence[DocumentedPassage]], list[Ask]]] = {
     "cloze": _cloze,
     "continuation": _continuation,
 }

@@ -9,7 +9,7 @@ from kvgraft.evaluate.traffic.chunks import CHUNK_TOKENS, FixedChunks
 from kvgraft.evaluate.traffic.origins import Stretches, TokenCounts
 from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings, pages_for
 from kvgraft.evaluate.traffic.seconds import Seconds, price
-from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
 from kvgraft.prefill.costs import TOKENS, Costs
 
 PREFIX_CACHING, CHUNKS, KVGRAFT = "prefix caching", f"chunks of {CHUNK_TOKENS}", "kvgraft"
@@ -87,7 +87,7 @@ class Analysed:
 
 
 def analyse(
-    trace: Trace,
+    trace: RequestTrace,
     settings: ReplaySettings,
     pools: Sequence[int | None] = (None,),
     *,
@@ -164,7 +164,7 @@ def _pages(request: TracedRequest, block_size: int) -> int:
     return pages_for(len(request.tokens) + len(request.answer), block_size)
 
 
-def _check_pools(pools: Sequence[int | None], trace: Trace, block_size: int) -> None:
+def _check_pools(pools: Sequence[int | None], trace: RequestTrace, block_size: int) -> None:
     largest = max(_pages(request, block_size) for request in trace.requests) * block_size
     for tokens in pools:
         if tokens is not None and tokens < largest:
@@ -199,7 +199,7 @@ def _range_name(turns: range) -> str:
     return str(turns[0]) if len(turns) == 1 else f"{turns[0]} to {turns[-1]}"
 
 
-def _order(trace: Trace, per_session: bool) -> str:
+def _order(trace: RequestTrace, per_session: bool) -> str:
     if per_session:
         return "each session on its own"
     return "by time" if trace.by_time else "sessions take turns"

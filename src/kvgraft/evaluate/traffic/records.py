@@ -46,7 +46,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class HashedPrompt:
     """A prompt without its text: how many tokens it has, and an id for each `BLOCK_TOKENS` of them and all before."""
 
     ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class LoggedRequest:
     """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say; `num_answered`
     are the tokens of its answer, where the trace says only how many."""
 
-    prompt: Prompt | Blocks
+    prompt: Prompt | HashedPrompt
     session: str | None = None
     timestamp: float | None = None
     request_id: str | None = None
@@ -111,7 +111,7 @@ def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
     blocks = -(-said.input_length // BLOCK_TOKENS)
     if len(said.hash_ids) != blocks:
         raise BadLine(f'"hash_ids" are {len(said.hash_ids)}, must be {blocks}: one for each {BLOCK_TOKENS} tokens')
-    prompt = Blocks(said.hash_ids, said.input_length)
+    prompt = HashedPrompt(said.hash_ids, said.input_length)
     return LoggedRequest(prompt, session_of(value, value), said.timestamp / 1000, num_answered=said.output_length)
 
 

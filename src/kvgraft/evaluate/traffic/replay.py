@@ -22,12 +22,12 @@ from kvgraft.methods import require_at_least
 from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.cost import EXACT_VALUE, CostModel
+from kvgraft.reuse.cost import EXACTNESS_WEIGHT, CostModel
 from kvgraft.reuse.index import ReuseIndex
-from kvgraft.reuse.offer import Offer
-from kvgraft.segments.frozen import FrozenPool
+from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.segments.pins import PinnedDocuments
 from kvgraft.segments.segmentation import Similarity
 
 NAMESPACE = "traffic"
@@ -38,7 +38,7 @@ class ReplaySettings:
     """How the engine is set.
 
     Attributes:
-        block_size, max_depth, exact_value: see `Engine`.
+        block_size, max_depth, exactness_weight: see `Engine`.
         costs: by which it is decided what to graft; None grafts all that is known.
         similarity: of near-duplicates, which are grafted, too; None finds identical text only.
         anchors: token sequences that begin a segment, for near-duplicates.
@@ -47,7 +47,7 @@ class ReplaySettings:
     block_size: int = 16
     max_depth: int = MAX_DEPTH
     costs: Costs | None = TOKENS
-    exact_value: float = EXACT_VALUE
+    exactness_weight: float = EXACTNESS_WEIGHT
     similarity: Similarity | None = None
     anchors: Sequence[Sequence[int]] = field(default=())
 
@@ -71,9 +71,9 @@ class Replay:
         pool, layout = PagePool(num_pages, size), StreamLayout.dense(1, 1)
         cache = KVCache(layout, 1, size, 1, torch.int8, torch.device("cpu"))  # no page is ever written or read
         index = ReuseIndex(pool, settings.max_depth, False, settings.similarity, settings.anchors)
-        cost_model = None if settings.costs is None else CostModel(settings.costs, settings.exact_value)
+        cost_model = None if settings.costs is None else CostModel(settings.costs, settings.exactness_weight)
         lookup = CacheLookup(pool, layout, index, continuation=grafts, cost_model=cost_model)
-        self._memory = Memory(pool, cache, FrozenPool(pool), lookup, max_prefill_tokens=1 << 30)
+        self._memory = Memory(pool, cache, PinnedDocuments(pool), lookup, max_prefill_tokens=1 << 30)
         self._scope = scope_digest("", NAMESPACE)
 
     @property
@@ -102,7 +102,13 @@ class Replay:
         sampling = SamplingParams(max_tokens=max(num_answer, 1))
         request = Request(tokens, self._policy, sampling, NAMESPACE)
         sequence = SequenceState(
-            0, request, self._policy, np.array(tokens), Offer(self._scope), Sampler(sampling), IncrementalText(None)
+            0,
+            request,
+            self._policy,
+            np.array(tokens),
+            BlockProvenance(self._scope),
+            Sampler(sampling),
+            IncrementalText(None),
         )
         sequence.matches_similar = self._similar
         return sequence

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvgraft.engine.text import anchor_ids, load_tokenizer, opening_ids
-from kvgraft.evaluate.traffic.records import BLOCK_TOKENS, BadLine, Blocks, Conversation, Prompt
+from kvgraft.evaluate.traffic.records import BLOCK_TOKENS, BadLine, Conversation, HashedPrompt, Prompt
 from kvgraft.segments.segmentation import ANCHORS
 
 REMEMBERED = 1 << 16  # pieces of text whose tokens are kept
@@ -115,14 +115,14 @@ def open_tokens(directory: Path | None) -> TokenReader:
     return WordPieces() if directory is None else ModelTokens(directory)
 
 
-def pieces_of(prompt: Prompt | Blocks, reader: TokenReader) -> list[np.ndarray]:
+def pieces_of(prompt: Prompt | HashedPrompt, reader: TokenReader) -> list[np.ndarray]:
     """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken as they are;
     those of blocks without text are made up, equal ones for equal blocks.
 
     Raises:
         BadLine: it has no tokens, or the chat template refuses it.
     """
-    if isinstance(prompt, Blocks):
+    if isinstance(prompt, HashedPrompt):
         pieces = [_made_up(prompt)]
     else:
         pieces = [np.array(prompt, np.int32)] if isinstance(prompt, tuple) else reader.pieces(prompt)
@@ -132,7 +132,7 @@ def pieces_of(prompt: Prompt | Blocks, reader: TokenReader) -> list[np.ndarray]:
     return found
 
 
-def _made_up(prompt: Blocks) -> np.ndarray:
+def _made_up(prompt: HashedPrompt) -> np.ndarray:
     """Others in every block."""
     firsts = BLOCK_TOKENS * np.array(prompt.ids, np.int32)
     return (firsts[:, None] + np.arange(BLOCK_TOKENS, dtype=np.int32)).reshape(-1)[: prompt.num_tokens]

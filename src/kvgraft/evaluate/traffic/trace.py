@@ -37,7 +37,7 @@ class TracedRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class RequestTrace:
     """Requests in the order in which they are replayed.
 
     Attributes:
@@ -69,7 +69,7 @@ class Trace:
 
 def read_trace(
     paths: Sequence[Path], reader: TokenReader, *, skip_bad_lines: bool = False, on_progress: OnProgress | None = None
-) -> Trace:
+) -> RequestTrace:
     """Read files, and directories of files.
 
     Raises:
@@ -99,7 +99,7 @@ def read_trace(
         turns[request.session] += 1
         request.turn = turns[request.session]
     unknown = sum(int((request.tokens == reader.unknown_id).sum()) for request in ordered)
-    return Trace(tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown)
+    return RequestTrace(tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown)
 
 
 def _requests(file: TraceFile, reader: TokenReader) -> Iterator[tuple[str, TracedRequest | BadLine]]:

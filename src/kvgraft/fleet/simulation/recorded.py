@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvgraft.evaluate.traffic.trace import Trace, TracedRequest
+from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
 from kvgraft.fleet.expected import BYTES_PER_TOKEN
 from kvgraft.fleet.simulation.run import Arrival
 from kvgraft.segments.fingerprints import Fingerprints
@@ -11,7 +11,7 @@ from kvgraft.segments.keys import scope_digest
 ANSWER_TOKENS = 128  # of a request whose answer is not recorded
 
 
-def texts_of(trace: Trace, *, per_session: bool = False) -> list[Fingerprints]:
+def texts_of(trace: RequestTrace, *, per_session: bool = False) -> list[Fingerprints]:
     """Of each prompt: what a router sees of its text is taken from its tokens here, `BYTES_PER_TOKEN` bytes each.
 
     Args:
@@ -20,7 +20,7 @@ def texts_of(trace: Trace, *, per_session: bool = False) -> list[Fingerprints]:
     return [_text_of(request, request.session if per_session else "") for request in trace.requests]
 
 
-def replayed(trace: Trace, texts: list[Fingerprints], rate: float | None, seed: int = 0) -> list[Arrival]:
+def replayed(trace: RequestTrace, texts: list[Fingerprints], rate: float | None, seed: int = 0) -> list[Arrival]:
     """Its requests in their order. If all have a time they come at these, or, with a rate, so much faster or slower;
     otherwise as a Poisson process.
 

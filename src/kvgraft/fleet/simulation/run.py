@@ -1,6 +1,6 @@
 """A fleet in one process: its router, and servers that only take time, as long as a cost model says.
 
-The router is the real one (`Ranking`, `HeldText`, sketches). A server reads one prompt after the other, holds the last
+The router is the real one (`Ranking`, `ReplicaContents`, sketches). A server reads one prompt after the other, holds the last
 that it has read, and says from time to time what that is. Decoding takes a request's place on the server, and no time
 from prompts. Answers are not held.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
-from kvgraft.fleet.held_text import HeldText
-from kvgraft.fleet.ranking import Ranking, Report
+from kvgraft.fleet.ranking import Ranking, ReplicaReport
+from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints
 
@@ -98,7 +98,7 @@ class _Server:
 
     def __init__(self, shape: FleetShape) -> None:
         self._shape = shape
-        self._text = HeldText(shape.pool_tokens * BYTES_PER_TOKEN)
+        self._text = ReplicaContents(shape.pool_tokens * BYTES_PER_TOKEN)
         self.free_at = 0.0
 
     def read(self, arrival: Arrival) -> tuple[float, float, float]:
@@ -110,10 +110,10 @@ class _Server:
         self._text.add(arrival.text)
         return self.free_at, float(expected.prefix_tokens[0]), float(expected.grafted_tokens[0])
 
-    def report(self, now: float) -> Report:
+    def report(self, now: float) -> ReplicaReport:
         """What it says of itself."""
         text, begun = self._text.sketches()
-        return Report(text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work)
+        return ReplicaReport(text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work)
 
 
 def simulate(
@@ -157,7 +157,7 @@ class _Run:
         self._random = random.Random(0)  # noqa: S311  # a simulation
         step = shape.period_s / shape.servers
         self._due = [(step * number, number) for number in range(shape.servers)]  # of sketches
-        self._on_the_way: deque[tuple[float, int, Report]] = deque()
+        self._on_the_way: deque[tuple[float, int, ReplicaReport]] = deque()
         self._said: dict[int, float] = {}
         self._rows: list[tuple[float, ...]] = []
         self._sketches: dict[int, tuple[bytes, bytes]] = {}

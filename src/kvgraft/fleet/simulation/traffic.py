@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvgraft.evaluate.traffic.trace import Trace
+from kvgraft.evaluate.traffic.trace import RequestTrace
 from kvgraft.fleet.expected import BYTES_PER_TOKEN
 from kvgraft.fleet.simulation.generated import TrafficShape, generate
 from kvgraft.fleet.simulation.recorded import replayed, texts_of
@@ -68,7 +68,7 @@ class RecordedTraffic:
     """The requests of a trace, the first `requests` of them; at their own times, if they have such and there is no
     rate. For the rest see `GeneratedTraffic` and `texts_of`."""
 
-    trace: Trace
+    trace: RequestTrace
     requests: int | None
     rate: float | None
     costs: Costs

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvgraft.kv.documents import Blocks, Document
+from kvgraft.kv.documents import BlockCut, Document
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.plan import Plan
 
@@ -33,7 +33,7 @@ class Placed:
         return self.start + self.document.num_tokens
 
 
-class Layout:
+class DocumentLayout:
     """Where the documents of a prompt and their blocks lie; blocks are numbered through all documents.
 
     Attributes:
@@ -44,7 +44,7 @@ class Layout:
         is_middle: bool [B]: neither initial nor local.
     """
 
-    def __init__(self, placed: Sequence[Placed], blocks: Blocks, num_tokens: int) -> None:
+    def __init__(self, placed: Sequence[Placed], blocks: BlockCut, num_tokens: int) -> None:
         self.placed = tuple(placed)
         starts, stops, owner, is_middle = [], [], [], []
         for number, at in enumerate(placed):
@@ -116,7 +116,7 @@ class DocumentContext(ABC):
     """
 
     plan: Plan
-    layout: Layout
+    layout: DocumentLayout
     num_layers: int
     stable_layers: Sequence[int]
 

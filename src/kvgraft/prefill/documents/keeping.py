@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvgraft.kv.documents import Blocks
+from kvgraft.kv.documents import BlockCut
 from kvgraft.methods import require_at_least, require_choice, require_share
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.documents.context import DocumentContext
@@ -43,9 +43,9 @@ class KeepsDocuments(Policy):
         require_choice("update", self.update, get_args(Update))
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockCut:
         """How it cuts documents."""
-        return Blocks(self.block_tokens, self.initial_blocks, self.local_blocks)
+        return BlockCut(self.block_tokens, self.initial_blocks, self.local_blocks)
 
     def num_kept(self, lengths: Sequence[int]) -> int:
         """Tokens of documents of these lengths that stay in each layer, at most."""

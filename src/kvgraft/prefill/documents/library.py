@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kv.documents import Blocks, Document, DocumentStore
+from kvgraft.kv.documents import BlockCut, Document, DocumentStore
 from kvgraft.prefill.context import Hidden
-from kvgraft.prefill.documents.context import Layout, Placed
+from kvgraft.prefill.documents.context import DocumentLayout, Placed
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
 from kvgraft.prefill.documents.reading import read_document
@@ -32,7 +32,7 @@ class Library:
         host: LayerHost,
         tokens: np.ndarray,
         scope: bytes,
-        blocks: Blocks,
+        blocks: BlockCut,
         *,
         shared: Sequence[bytes] = (),
         remember: bool = True,
@@ -79,11 +79,11 @@ class Library:
         tokens: np.ndarray,
         documents: Sequence[range],
         scope: bytes,
-        blocks: Blocks,
+        blocks: BlockCut,
         *,
         shared: Sequence[bytes] = (),
         remember: bool = True,
-    ) -> tuple[Layout, int]:
+    ) -> tuple[DocumentLayout, int]:
         """Where the documents of a prompt int64 [T] lie, and how many of them had to be read."""
         placed, num_read = [], 0
         for span in documents:
@@ -91,4 +91,4 @@ class Library:
             document, was_read = self.fetch(host, mine, scope, blocks, shared=shared, remember=remember)
             placed.append(Placed(span.start, document))
             num_read += was_read
-        return Layout(placed, blocks, len(tokens)), num_read
+        return DocumentLayout(placed, blocks, len(tokens)), num_read

@@ -19,7 +19,7 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.importance import MOST_WEIGHTS
 from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, Reduction
-from kvgraft.prefill.documents.context import DocumentContext, Layout, blend
+from kvgraft.prefill.documents.context import DocumentContext, DocumentLayout, blend
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
 
@@ -96,7 +96,7 @@ class PartialPrefill(DocumentContext):
         host: LayerHost,
         plan: Plan,
         token_ids: Tensor,
-        layout: Layout,
+        layout: DocumentLayout,
         room: int,
         stable_layers: Sequence[int] = (),
     ) -> None:

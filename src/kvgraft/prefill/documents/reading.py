@@ -6,21 +6,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.kv.documents import Blocks, Document
+from kvgraft.kv.documents import BlockCut, Document
 from kvgraft.kv.importance import by_block, exceptionally_small, received_attention
-from kvgraft.prefill.documents.context import Layout
+from kvgraft.prefill.documents.context import DocumentLayout
 from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
 from kvgraft.prefill.plan import Plan
 
 MEMORY = torch.device("cpu")  # where documents lie
 
 
-def read_document(host: LayerHost, tokens: np.ndarray, blocks: Blocks) -> Document:
+def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Document:
     """The KV of a text at positions 0..n-1, and what is known of its blocks."""
     count, size, middle = len(tokens), blocks.size, blocks.middle(len(tokens))
     local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
-    ctx = PartialPrefill(host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), Layout([], blocks, count), 0)
+    ctx = PartialPrefill(
+        host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), DocumentLayout([], blocks, count), 0
+    )
     hidden, by_name = ctx.embed(everything), defaultdict[str, list[Tensor]](list)
     for index in range(host.num_layers):
         outputs = everything if index < host.num_layers - 1 else nothing

@@ -39,6 +39,6 @@ class Prophet(SelectsByAttention):
         for index in layers:
             hidden = ctx.layer(index, hidden)
             if index in ctx.scoring_layers:
-                scores += self.score(ctx, index, self.asking(plan))
+                scores += self.score(ctx, index, self.query_tokens(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         return ctx.run(layers, ctx.embed(plan.fresh | chosen))

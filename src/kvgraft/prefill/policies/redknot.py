@@ -102,7 +102,7 @@ class RedKnot(SelectsByAttention):
     def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:
         """Of every KV head: the share of its local attention that the oldest quarter of the window receives."""
         plan, sinks, window = ctx.plan, head_map.sinks, head_map.window
-        asking, near = self.asking(plan), self._near(ctx, head_map)
+        asking, near = self.query_tokens(plan), self._near(ctx, head_map)
         at = plan.positions[asking][:, None]  # [n, 1]
         here = plan.positions[near]  # [m]
         query, keys = ctx.query()[asking[plan.active]].float(), ctx.keys(index, near).float()
@@ -117,7 +117,7 @@ class RedKnot(SelectsByAttention):
     def _near(self, ctx: PrefillContext, head_map: HeadMap) -> Tensor:
         """bool [T]: the sinks and the windows of the tokens that ask."""
         positions = ctx.plan.positions
-        first = int(positions[self.asking(ctx.plan)].min())
+        first = int(positions[self.query_tokens(ctx.plan)].min())
         return (positions < head_map.sinks) | (positions > first - head_map.window)
 
     def _important(self, ctx: PrefillContext, index: int, shallow: int) -> Tensor:
@@ -127,7 +127,7 @@ class RedKnot(SelectsByAttention):
         mass = self.mass_share + (last_mass - self.mass_share) * (index - shallow) / deep
         if index < shallow or mass >= 1.0:
             return plan.active
-        found = plan.top_mass(self.score(ctx, index, self.asking(plan)), mass, plan.grafted, self.min_ffn_tokens)
+        found = plan.top_mass(self.score(ctx, index, self.query_tokens(plan)), mass, plan.grafted, self.min_ffn_tokens)
         recent = plan.positions >= plan.num_tokens - self.recent_tokens
         return plan.active & (plan.fresh | found | recent)
 

@@ -55,7 +55,7 @@ class SparseX(SelectsByAttention):
             ctx.graft(range(boundary, ctx.num_layers))
             hidden, rest = ctx.run(range(scoring), ctx.embed(plan.active)), range(scoring, ctx.num_layers)
             ctx.project(scoring, hidden if boundary else hidden.only(plan.fresh))
-        scores = self.score(ctx, scoring, self.asking(plan))
+        scores = self.score(ctx, scoring, self.query_tokens(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         recompute = plan.fresh | chosen | plan.overflow(self.overflow_blocks) | plan.tail(self.tail_tokens)
         return ctx.run(rest, hidden.only(recompute))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.chunk import Record
+from kvgraft.segments.store.chunk import ChunkRecord
 from kvgraft.segments.store.files import CATALOGUE, DIGEST_BYTES, PayloadFiles, make_private_file, move_aside
 
 _SCHEMA = 1
@@ -47,7 +47,7 @@ class CatalogueRow:
     """
 
     id: int
-    record: Record
+    record: ChunkRecord
     num_bytes: int
     digest: bytes
     pinned: bool
@@ -207,7 +207,7 @@ class Catalogue:
         rows, damaged = [], []
         for id, key, record, num_bytes, digest, pinned, created, used in self._database.execute(query, (value,)):
             try:
-                row = CatalogueRow(id, Record.decode(record), num_bytes, digest, bool(pinned), created, used)
+                row = CatalogueRow(id, ChunkRecord.decode(record), num_bytes, digest, bool(pinned), created, used)
                 if row.key != key or not isinstance(num_bytes, int) or len(digest) != DIGEST_BYTES:
                     raise ValueError("the row does not fit its record")
                 rows.append(row)

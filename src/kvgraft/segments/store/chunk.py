@@ -126,7 +126,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class ChunkRecord:
     """A chunk and the form in which its payload is stored.
 
     Attributes:
@@ -151,7 +151,7 @@ class Record:
                 raise ValueError(f"tensor {name!r} has shape {list(shape)}, expected {expected}")
 
     @classmethod
-    def of(cls, chunk: Chunk, payload: Payload, *, int8: bool) -> "Record":
+    def of(cls, chunk: Chunk, payload: Payload, *, int8: bool) -> "ChunkRecord":
         """The record of a payload that is about to be stored. ValueError if it cannot be."""
         if away := [name for name, tensor in payload.items() if tensor.device.type != "cpu"]:
             raise ValueError(f"tensors {away} are not in host memory")
@@ -208,7 +208,7 @@ class Record:
         )
 
     @classmethod
-    def decode(cls, data: bytes) -> "Record":
+    def decode(cls, data: bytes) -> "ChunkRecord":
         """The record that was encoded. ValueError if it is none."""
         try:
             wire = msgspec.json.decode(data, type=_Wire)

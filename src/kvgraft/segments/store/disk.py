@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
 from kvgraft.segments.store.catalogue_reader import CatalogueReader
-from kvgraft.segments.store.chunk import Gone, Record, nbytes
+from kvgraft.segments.store.chunk import ChunkRecord, Gone, nbytes
 from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
-from kvgraft.segments.store.writer import Writer
+from kvgraft.segments.store.writer import ChunkWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +45,10 @@ class DiskTier:
         self.budget = budget
         self.rows: dict[bytes, CatalogueRow] = {}  # written, or being written, as far as this process knows
         self._lock = threading.RLock()
-        self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
+        self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
         self._leaving: set[tuple[bytes, bytes | None]] = set()  # key and digest (None: any) of what is to be removed
         self._used: dict[bytes, float] = {}  # to be noted
-        self._news: dict[bytes, Record | Gone] = {}  # what `poll` tells next
+        self._news: dict[bytes, ChunkRecord | Gone] = {}  # what `poll` tells next
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
         with contextlib.ExitStack() as opened:
@@ -59,7 +59,7 @@ class DiskTier:
             self._counts = Counter(catalogue_damaged=damaged) + (self._catalogue.clean() if is_alone else Counter())
             directory_lock.share()
             self._reader = opened.enter_context(contextlib.closing(CatalogueReader(self._files)))
-            self._writer = opened.enter_context(contextlib.closing(Writer(max_backlog_bytes)))
+            self._writer = opened.enter_context(contextlib.closing(ChunkWriter(max_backlog_bytes)))
             self._load()
             self._opened = opened.pop_all()
 
@@ -79,7 +79,7 @@ class DiskTier:
         with self._lock:
             return self._counts.copy()
 
-    def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
+    def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
         """Write a chunk soon; what must go for it goes then (`poll`). None, and counted, if it will not be written."""
         with self._lock:
             if not self.budget.fits(nbytes(stored)):
@@ -92,7 +92,7 @@ class DiskTier:
                 return []
             return None
 
-    def get(self, record: Record) -> "dict[str, Tensor] | None":
+    def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
         """The stored tensors, if this very chunk is here. One whose file cannot be used is counted, and leaves."""
         with self._lock:
             if self._waits(record):
@@ -131,7 +131,7 @@ class DiskTier:
             if self._leaving:
                 self._writer.submit(self._erase)
 
-    def poll(self, *, others: bool = True) -> dict[bytes, Record | Gone]:
+    def poll(self, *, others: bool = True) -> dict[bytes, ChunkRecord | Gone]:
         """What has come and gone since the last call, but for `put` and `remove`: by key how it went, or the record of
         what another process has put here; whatever was known of that key is void.
 
@@ -193,7 +193,7 @@ class DiskTier:
         self.rows[row.key] = row
         self._news[row.key] = row.record
 
-    def _waits(self, record: Record) -> bool:
+    def _waits(self, record: ChunkRecord) -> bool:
         """Whether this very record, not another one of its key, is to be written."""
         return self._waiting.get(record.key, (None,))[0] is record
 
@@ -214,7 +214,7 @@ class DiskTier:
 
     # What follows is done by the writer's thread.
 
-    def _write(self, record: Record, stored: dict[str, "Tensor"]) -> None:
+    def _write(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> None:
         """Write a chunk, unless it was dropped. What fails costs only the disk."""
         try:
             data, now = encode(record, stored), time.time()
@@ -248,7 +248,7 @@ class DiskTier:
             self.rows[row.key] = row
             return True
 
-    def _give_up(self, record: Record) -> None:
+    def _give_up(self, record: ChunkRecord) -> None:
         """A chunk that still waits will not be written. The lock is held."""
         if self._waits(record):
             self._forget(record.key)

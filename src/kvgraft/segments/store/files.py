@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from kvgraft.segments.store.chunk import ITEM_BYTES, KEY_BYTES, Payload, Record, specs
+from kvgraft.segments.store.chunk import ITEM_BYTES, KEY_BYTES, ChunkRecord, Payload, specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,7 @@ class PayloadFiles:
         """Remove the payload of a chunk, if there is one."""
         self.path(key).unlink(missing_ok=True)
 
-    def read(self, record: Record, num_bytes: int, digest: bytes) -> dict[str, "Tensor"]:
+    def read(self, record: ChunkRecord, num_bytes: int, digest: bytes) -> dict[str, "Tensor"]:
         """The payload of a chunk as it is stored, verified.
 
         Raises:
@@ -194,21 +194,21 @@ class PayloadFiles:
         return keys, temporaries
 
 
-def encode(record: Record, stored: Payload) -> bytes:
+def encode(record: ChunkRecord, stored: Payload) -> bytes:
     """The file of a chunk: its stored tensors and its record."""
     from safetensors.torch import save
 
     return save(dict(stored), {_METADATA: record.encode().decode()})
 
 
-def most_bytes(record: Record) -> int:
+def most_bytes(record: ChunkRecord) -> int:
     """That the file of a chunk has at most: its tensors, and a header that names them and quotes its record."""
     tensors = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in record.stored.values())
     names = sum(6 * len(name) + 256 for name in record.stored)
     return tensors + names + 2 * len(record.encode()) + 256
 
 
-def decode(data: bytes, record: Record) -> dict[str, "Tensor"]:
+def decode(data: bytes, record: ChunkRecord) -> dict[str, "Tensor"]:
     """The tensors of a chunk's file. BadPayload if it is damaged or of another record."""
     from safetensors.torch import load
 

@@ -19,7 +19,7 @@ class StoreDirectory:
 
     def __init__(self, directory: Path) -> None:
         if not (directory / CATALOGUE).is_file():
-            raise FileNotFoundError(f"no segments are stored in {directory}: it has no {CATALOGUE}")
+            raise FileNotFoundError(f"no chunks are stored in {directory}: it has no {CATALOGUE}")
         self._files = PayloadFiles(private_directory(directory))
         check_is_ours(self._files.directory / CATALOGUE)  # before anything is written there
         self._lock = DirectoryLock(self._files.directory)
@@ -55,7 +55,7 @@ class StoreDirectory:
             )
         row = self._catalogue.get(keys[0]) if keys else None
         if row is None:
-            raise KeyError(f"no stored segment has a key that begins with {prefix!r}")
+            raise KeyError(f"no stored chunk has a key that begins with {prefix!r}")
         return row
 
     def pin(self, prefix: str, pinned: bool = True) -> CatalogueRow:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.chunk import Record, nbytes
+from kvgraft.segments.store.chunk import ChunkRecord, nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ class MemoryTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._payloads
 
-    def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
+    def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
         """Keep a payload; returns the keys of those that had to go, or None if there is no room for it."""
         self.remove(record.key)
         evicted = self.budget.add(record.key, record.chunk.scope, nbytes(stored))
@@ -31,7 +31,7 @@ class MemoryTier:
             self._payloads[record.key] = stored
         return evicted
 
-    def get(self, record: Record) -> "dict[str, Tensor] | None":
+    def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
         """The payload, if it is here."""
         return self._payloads.get(record.key)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvgraft.methods import require_amount, require_share
 from kvgraft.segments.segmentation import Similarity
+from kvgraft.segments.store.backends import check_url, is_server, local_directory, without_password
 from kvgraft.segments.store.files import check_private_directory
-from kvgraft.segments.store.places import check_url, is_server, local_directory, without_password
 from kvgraft.segments.store.secret import CACHE_SECRET, check_secret, find_secret, given_secret
 from kvgraft.segments.store.sharing import Sharing
 from kvgraft.segments.store.store import SegmentStore
@@ -73,7 +73,7 @@ class StoreOptions:
         gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
         return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)
 
-    def check_places(self) -> None:
+    def check_backends(self) -> None:
         """Raise what `open` would of directories and the secret, before anything else is loaded. Makes nothing.
 
         Raises:

@@ -10,13 +10,13 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgraft.segments.store.chunk import KEY_BYTES, Gone, Record, nbytes
+from kvgraft.segments.store.backends import Backend
+from kvgraft.segments.store.chunk import KEY_BYTES, ChunkRecord, Gone, nbytes
+from kvgraft.segments.store.circuit_breaker import CircuitBreaker
 from kvgraft.segments.store.files import BadPayload, decode, encode, most_bytes
-from kvgraft.segments.store.health import Health
-from kvgraft.segments.store.places import Place
 from kvgraft.segments.store.readers import Readers
-from kvgraft.segments.store.seals import Seal, without_source
-from kvgraft.segments.store.writer import Writer
+from kvgraft.segments.store.signer import Signer, without_source
+from kvgraft.segments.store.writer import ChunkWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ logger = logging.getLogger("kvgraft")
 
 
 class SharedTier:
-    """Chunks in a `Place`. What is put is written later, by a thread; what is asked for and does not come in time is a
+    """Chunks in a `Backend`. What is put is written later, by a thread; what is asked for and does not come in time is a
     miss, and so is what was changed on the way: all data is signed. Only opening, `fetch`, `flush` and `close` wait for
     the place, and not for long.
 
@@ -50,17 +50,17 @@ class SharedTier:
     hits = "shared_hits"
 
     def __init__(
-        self, place: Place, secret: bytes, *, timeout_s: float = 0.5, max_backlog_bytes: int = 1 << 28
+        self, place: Backend, secret: bytes, *, timeout_s: float = 0.5, max_backlog_bytes: int = 1 << 28
     ) -> None:
         self._place, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
-        self._seal = Seal(secret)
+        self._seal = Signer(secret)
         self._lock = threading.RLock()
-        self._records: dict[bytes, Record] = {}  # what can be asked for
-        self._waiting: dict[bytes, tuple[Record, dict[str, Tensor]]] = {}  # to be written
-        self._news: dict[bytes, Record | Gone] = {}
+        self._records: dict[bytes, ChunkRecord] = {}  # what can be asked for
+        self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
+        self._news: dict[bytes, ChunkRecord | Gone] = {}
         self._counts: Counter[str] = Counter()
-        self._health, self._mark = Health("segment store, shared tier"), ""
-        self._writer = Writer(max_backlog_bytes)
+        self._health, self._mark = CircuitBreaker("segment store, shared tier"), ""
+        self._writer = ChunkWriter(max_backlog_bytes)
         self._readers = Readers(NUM_READERS, "kvgraft-shared")
         self._ended, self._looked = threading.Event(), threading.Event()
         self._looker = threading.Thread(target=self._look, name="kvgraft-shared-news", daemon=True)
@@ -80,12 +80,12 @@ class SharedTier:
         with self._lock:
             return self._counts.copy()
 
-    def record(self, key: bytes) -> Record | None:
+    def record(self, key: bytes) -> ChunkRecord | None:
         """The record of a chunk that can be asked for."""
         with self._lock:
             return self._records.get(key)
 
-    def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
+    def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
         """Write a chunk soon, if it is not there; None, and counted, if it will not be written."""
         with self._lock:
             if record.key in self:
@@ -100,7 +100,9 @@ class SharedTier:
                 return []
             return None
 
-    def fetch(self, records: Sequence[Record], asked_at: float | None = None) -> dict[Record, dict[str, "Tensor"]]:
+    def fetch(
+        self, records: Sequence[ChunkRecord], asked_at: float | None = None
+    ) -> dict[ChunkRecord, dict[str, "Tensor"]]:
         """What is stored of chunks, as far as it comes whole and in time.
 
         Args:
@@ -145,7 +147,7 @@ class SharedTier:
             name = self._seal.name(record)
             self._writer.submit(lambda: self._erase(name, told))
 
-    def poll(self) -> dict[bytes, Record | Gone]:
+    def poll(self) -> dict[bytes, ChunkRecord | Gone]:
         """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`: what others have
         put there or removed, and what could not be written."""
         with self._lock:
@@ -168,11 +170,11 @@ class SharedTier:
 
     # What follows needs the lock to be held.
 
-    def _waits(self, record: Record) -> bool:
+    def _waits(self, record: ChunkRecord) -> bool:
         """Whether this very record, not another one of its key, is to be written."""
         return self._waiting.get(record.key, (None,))[0] is record
 
-    def _know(self, record: Record) -> None:
+    def _know(self, record: ChunkRecord) -> None:
         """A chunk can be asked for. Nobody tells what the place has evicted: the oldest are the likeliest."""
         self._records[record.key] = record
         if len(self._records) > MAX_RECORDS:
@@ -193,7 +195,7 @@ class SharedTier:
 
     # What follows is done by threads of this tier.
 
-    def _read(self, record: Record) -> "dict[str, Tensor] | str":
+    def _read(self, record: ChunkRecord) -> "dict[str, Tensor] | str":
         """What is stored of a chunk, or the reason why it is a miss."""
         name, plain = self._seal.name(record), without_source(record)
         try:
@@ -205,7 +207,7 @@ class SharedTier:
             logger.debug("segment store, shared tier: %r", error)
             return "shared_failed"
 
-    def _write(self, record: Record, stored: dict[str, "Tensor"]) -> None:
+    def _write(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> None:
         """Write a chunk, unless it was removed, or the place is left alone."""
         with self._lock:
             if not self._waits(record):
@@ -223,7 +225,7 @@ class SharedTier:
                 else:
                     self._news[record.key] = Gone.EVICTED
 
-    def _put(self, record: Record, stored: dict[str, "Tensor"]) -> bool:
+    def _put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> bool:
         name, told = self._seal.name(record), self._seal.close_record(record.encode())
         is_kept = self._place.put(name, told, self._seal.close(encode(without_source(record), stored), name))
         self._count("shared_written" if is_kept else "shared_too_large")
@@ -244,7 +246,7 @@ class SharedTier:
         """Take up all that has come."""
         told: list[bytes] = []
         while len(told) in (0, PAGE) and not self._ended.is_set():
-            told, mark = self._place.come_since(self._mark, PAGE)
+            told, mark = self._place.read_log(self._mark, PAGE)
             with self._lock:
                 if self._mark and not mark:
                     self._forget_all()
@@ -259,7 +261,7 @@ class SharedTier:
         """Take notice of a record that has come, which may be one of ours."""
         try:
             told = self._seal.open_record(data)
-            record = None if told.startswith(_REMOVED) else Record.decode(told)
+            record = None if told.startswith(_REMOVED) else ChunkRecord.decode(told)
         except (BadPayload, ValueError):
             self._count("shared_forged")
             return
@@ -282,7 +284,7 @@ class SharedTier:
         self._health.worked(doing)
         return bool(found)
 
-    def _missed(self, record: Record, reason: str) -> None:
+    def _missed(self, record: ChunkRecord, reason: str) -> None:
         """A chunk did not come; one of which nothing can be had there is forgotten."""
         with self._lock:
             self._counts[reason] += 1

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvgraft.segments.store.chunk import Record
-from kvgraft.segments.store.places import Place, open_place
-from kvgraft.segments.store.seals import Seal
+from kvgraft.segments.store.backends import Backend, open_place
+from kvgraft.segments.store.chunk import ChunkRecord
 from kvgraft.segments.store.secret import derive
 from kvgraft.segments.store.shared import SharedTier, removal
+from kvgraft.segments.store.signer import Signer
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sharing:
         secret: 32 bytes that the servers of a fleet have in common.
         rank: of several, each of which has a part of the place of its own; None: there is one.
         timeout_s: for which one prompt waits, however much of it is asked for.
-        capacity, quota: of a file system, see `FilePlace`.
+        capacity, quota: of a file system, see `FileBackend`.
     """
 
     url: str
@@ -35,9 +35,9 @@ class Sharing:
         """The tier; see `open_place` for what it raises. A place that cannot be reached is no error."""
         return SharedTier(self._place(), self._own_secret, timeout_s=self.timeout_s)
 
-    def remove(self, records: Iterable[Record]) -> None:
+    def remove(self, records: Iterable[ChunkRecord]) -> None:
         """Remove chunks for all who share the place, as its operator. Raises whatever the place's client raises."""
-        seal = Seal(self._own_secret)
+        seal = Signer(self._own_secret)
         with closing(self._place()) as place:
             for record in records:
                 place.remove(seal.name(record), seal.close_record(removal(record.key, os.urandom(8))))
@@ -47,6 +47,6 @@ class Sharing:
         """Of this rank: of one text each has other data of the same shape, which is not signed for the others."""
         return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
 
-    def _place(self) -> Place:
+    def _place(self) -> Backend:
         folder = "" if self.rank is None else f"rank-{self.rank}"
         return open_place(self.url, folder, self.timeout_s, self.capacity, self.quota)

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvgraft.segments.matches import Match
 from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.store.chunk import Chunk, Gone, Payload, Record, StoredBlock
-from kvgraft.segments.store.register import Register
+from kvgraft.segments.store.chunk import Chunk, ChunkRecord, Gone, Payload, StoredBlock
+from kvgraft.segments.store.chunk_index import ChunkIndex
 from kvgraft.segments.store.shared import SharedTier
 from kvgraft.segments.store.tiers import Tiers
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Stored = dict[str, Tensor]
-_Found = tuple[Record, int] | None  # a block: of which chunk, and its place there
+_Found = tuple[ChunkRecord, int] | None  # a block: of which chunk, and its place there
 
 
 class SegmentStore:
@@ -83,8 +83,8 @@ class SegmentStore:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
-        self._register = Register(block_size, chunk_blocks, similarity, anchors)
-        self._appeared: dict[bytes, Record] = {}  # of what can be found, what nobody has been told yet
+        self._register = ChunkIndex(block_size, chunk_blocks, similarity, anchors)
+        self._appeared: dict[bytes, ChunkRecord] = {}  # of what can be found, what nobody has been told yet
         self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes, shared)
         while self._look_around():
             pass  # it tells some at a time
@@ -134,7 +134,7 @@ class SegmentStore:
         if not self._register.can_hold(chunk):
             given = f"{chunk.num_blocks} blocks of {chunk.block_size} tokens"
             raise ValueError(f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens")
-        record = Record.of(chunk, payload, int8=self.int8)
+        record = ChunkRecord.of(chunk, payload, int8=self.int8)
         with self._lock:
             self._look_around()
             known = self._register.get(chunk.key)
@@ -161,7 +161,7 @@ class SegmentStore:
             self._left(evicted)
             return True
 
-    def take_appeared(self) -> list[Record]:
+    def take_appeared(self) -> list[ChunkRecord]:
         """What can be found that was not put here: all of it at first, then what has come since the last call."""
         with self._lock:
             self._look_around()
@@ -223,7 +223,7 @@ class SegmentStore:
 
         return self._fetch_all(find, asked_at)
 
-    def record(self, key: bytes) -> Record | None:
+    def record(self, key: bytes) -> ChunkRecord | None:
         """The record of a chunk that can be found."""
         with self._lock:
             return self._register.get(key)
@@ -271,9 +271,9 @@ class SegmentStore:
 
     # What follows needs the lock to be held.
 
-    def _fetch(self, wanted: Sequence[_Found], arrived: "Mapping[Record, Stored]") -> list[StoredBlock | None]:
+    def _fetch(self, wanted: Sequence[_Found], arrived: "Mapping[ChunkRecord, Stored]") -> list[StoredBlock | None]:
         blocks: list[StoredBlock | None] = [None] * len(wanted)
-        by_key: dict[bytes, list[tuple[int, Record, int]]] = {}
+        by_key: dict[bytes, list[tuple[int, ChunkRecord, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
                 by_key.setdefault(held[0].key, []).append((at, *held))
@@ -283,7 +283,7 @@ class SegmentStore:
                     blocks[at] = record.block(stored, place)
         return blocks
 
-    def _load(self, record: Record, num_blocks: int, arrived: "Mapping[Record, Stored]") -> "Stored | None":
+    def _load(self, record: ChunkRecord, num_blocks: int, arrived: "Mapping[ChunkRecord, Stored]") -> "Stored | None":
         """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
         self._tiers.touch(record.key)
         stored, evicted = self._tiers.get(record, num_blocks, arrived)
@@ -321,10 +321,10 @@ class SegmentStore:
                 continue
             self._forget(key)
             found = self._tiers.removed(key) if news is Gone.REMOVED else news
-            if isinstance(found, Record) and self._register.can_hold(found.chunk):
+            if isinstance(found, ChunkRecord) and self._register.can_hold(found.chunk):
                 self._register.add(found)
                 self._appeared[key] = found
-            elif isinstance(found, Record):
+            elif isinstance(found, ChunkRecord):
                 self._counts["unusable"] += 1
         return bool(told)
 

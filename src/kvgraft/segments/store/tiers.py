@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import CatalogueDamaged
-from kvgraft.segments.store.chunk import Gone, Record
+from kvgraft.segments.store.chunk import ChunkRecord, Gone
 from kvgraft.segments.store.disk import DiskTier
 from kvgraft.segments.store.memory import MemoryTier
 from kvgraft.segments.store.shared import SharedTier
@@ -59,7 +59,7 @@ class Tiers:
         """Blocks that were served, by tier; what was refused; and what the tiers below count."""
         return sum((tier.counts for tier in self._below), self._counts)
 
-    def put(self, record: Record, stored: dict[str, "Tensor"]) -> list[bytes] | None:
+    def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
         """Keep a chunk; the keys of those that had to leave a tier for it, or None, counted, if no tier takes it."""
         evicted = [tier.put(record, stored) for tier in (self.memory, *self._below)]
         if all(keys is None for keys in evicted):
@@ -68,7 +68,7 @@ class Tiers:
             return None
         return [key for keys in evicted for key in keys or ()]
 
-    def write_missing(self, record: Record) -> None:
+    def write_missing(self, record: ChunkRecord) -> None:
         """Write a chunk that is in host memory to where it is not."""
         missing = [tier for tier in self._below if record.key not in tier]
         if missing and (stored := self.memory.get(record)) is not None:
@@ -76,7 +76,7 @@ class Tiers:
                 tier.put(record, stored)
 
     def get(
-        self, record: Record, num_blocks: int, arrived: Mapping[Record, dict[str, "Tensor"]]
+        self, record: ChunkRecord, num_blocks: int, arrived: Mapping[ChunkRecord, dict[str, "Tensor"]]
     ) -> tuple["dict[str, Tensor] | None", list[bytes]]:
         """What is stored of a chunk, of which so many blocks are wanted, and the keys of those that had to leave host
         memory for it.
@@ -93,7 +93,7 @@ class Tiers:
             return arrived[record], self.memory.put(record, arrived[record]) or []
         return None, []
 
-    def far(self, records: Iterable[Record]) -> list[Record]:
+    def far(self, records: Iterable[ChunkRecord]) -> list[ChunkRecord]:
         """Those that only the shared tier has."""
         keys = {record.key: record for record in records}
         if self.shared is None:
@@ -120,7 +120,7 @@ class Tiers:
         for tier in (self.memory, *self._below):
             tier.remove(key)
 
-    def poll(self, *, others: bool) -> dict[bytes, Record | Gone]:
+    def poll(self, *, others: bool) -> dict[bytes, ChunkRecord | Gone]:
         """See `DiskTier.poll`. What has come to the shared tier is no news if it is here already."""
         news = self.disk.poll(others=others) if self.disk else {}
         if self.shared and others:
@@ -130,7 +130,7 @@ class Tiers:
                     news[key] = what
         return news
 
-    def removed(self, key: bytes) -> Record | None:
+    def removed(self, key: bytes) -> ChunkRecord | None:
         """Another process has removed a chunk, from the disk or from the shared place: what the latter still has, to
         be found there."""
         found = self.shared.record(key) if self.shared else None

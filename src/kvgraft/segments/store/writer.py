@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger("kvgraft")
 
 
-class Writer:
+class ChunkWriter:
     """One daemon thread and its jobs.
 
     Args:

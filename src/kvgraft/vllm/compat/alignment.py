@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvgraft.kernels.dispatch import align_paged
 from kvgraft.kv.rope import by_head
+from kvgraft.vllm.compat.key_rotation import Angles, KeyRotation
 from kvgraft.vllm.compat.layer_caches import Places
-from kvgraft.vllm.compat.turning import Angles, KeyTurning
 
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
@@ -32,7 +32,7 @@ class Alignment:
 
     def __init__(self, host: "ModelHost", source: Tensor, target: Tensor, shifts: Tensor) -> None:
         self._host, self._source, self._target, self._shifts = host, source, target, shifts
-        self._tables: dict[tuple[KeyTurning, int], Angles] = {}
+        self._tables: dict[tuple[KeyRotation, int], Angles] = {}
 
     @staticmethod
     def most_tokens(host: "ModelHost") -> int:
@@ -45,23 +45,23 @@ class Alignment:
         for index in layers:
             rows = self._host.rows_of(index)
             alone = self._host.is_packed(index)
-            form: Hashable = index if alone else (self._host.turnings[index], rows.shape, rows.stride())
+            form: Hashable = index if alone else (self._host.rotations[index], rows.shape, rows.stride())
             alike.setdefault(form, []).append(index)
         return list(alike.values())
 
     def __call__(self, part: Sequence[int]) -> None:
         """Copy keys and values of one of the `parts`, and turn the keys."""
-        index, turning = part[0], self._host.turnings[part[0]]
+        index, rotation = part[0], self._host.rotations[part[0]]
         if self._host.is_packed(index):
             keys, values = self._host.codes_at(index, self._packed_places)
-            turned = turning.turn(keys.float(), self._angles(turning, keys.shape[1]))
+            turned = rotation.turn(keys.float(), self._angles(rotation, keys.shape[1]))
             self._host.write_codes(index, self._host.coded(turned), values, self._target)
             return
-        angles = self._angles(turning)
+        angles = self._angles(rotation)
         if angles is None:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
         caches = [self._host.rows_of(index) for index in part]
-        align_paged(caches, self._source, self._target, *angles, first=turning.first, interleaved=turning.interleaved)
+        align_paged(caches, self._source, self._target, *angles, first=rotation.first, interleaved=rotation.interleaved)
         for own in part:
             self._host.note_written(own, lambda: self._target)
 
@@ -70,9 +70,9 @@ class Alignment:
         """Of the sources, where blocks are packed."""
         return self._host.places_of(self._source, packed=True)
 
-    def _angles(self, turning: KeyTurning, num_heads: int = 0) -> Angles:
+    def _angles(self, rotation: KeyRotation, num_heads: int = 0) -> Angles:
         """Of the shifts; laid out for keys of so many heads if there are any (a draft model may have others)."""
-        if (turning, num_heads) not in self._tables:
-            found = turning.angles(self._shifts)
-            self._tables[turning, num_heads] = by_head(*found, num_heads) if found and num_heads else found
-        return self._tables[turning, num_heads]
+        if (rotation, num_heads) not in self._tables:
+            found = rotation.angles(self._shifts)
+            self._tables[rotation, num_heads] = by_head(*found, num_heads) if found and num_heads else found
+        return self._tables[rotation, num_heads]

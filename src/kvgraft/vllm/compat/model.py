@@ -21,12 +21,12 @@ from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, 
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
 from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata, pseudo_sequences
+from kvgraft.vllm.compat.key_rotation import KeyRotation, rotation_of
 from kvgraft.vllm.compat.operators import FusedOperators, takes_any_rows
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.replacing import before_attending
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
-from kvgraft.vllm.compat.turning import KeyTurning, turning_of
 from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
@@ -48,7 +48,7 @@ class ModelHost(DecoderCaches):
     Attributes:
         attentions: of the decoder layers, one each, or one for each KV head; behind them those of the draft model, if
             there is one.
-        turnings: by attention layer, how its keys turn.
+        rotations: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
         attention: what attends to the rows of a recovery.
         head_paging: whether each KV head is an attention layer.
@@ -82,8 +82,8 @@ class ModelHost(DecoderCaches):
         )
         self.head_paging = is_by_head(self.config)
         self.scale = float(self.attentions[0].impl.scale)
-        self.turnings = [
-            turning_of(self.config, layer.rotary, index, self.head_dim)
+        self.rotations = [
+            rotation_of(self.config, layer.rotary, index, self.head_dim)
             for index, layer in enumerate(self.layers)
             for _ in layer.attentions
         ]
@@ -95,7 +95,7 @@ class ModelHost(DecoderCaches):
         if self.drafter is not None:  # in the main group, which is the only one there
             self.attentions = [*self.attentions, *self.drafter.attentions]
             self.group_of += [0] * len(self.drafter.attentions)
-            self.turnings += [KeyTurning(self.drafter.rope)] * len(self.drafter.attentions)
+            self.rotations += [KeyRotation(self.drafter.rope)] * len(self.drafter.attentions)
         self.attention = RecoveryAttention.of(groups, self.config, self.device, drafts=self.drafter is not None)
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         self.hidden_size = int(self.config.model_config.get_hidden_size())
@@ -107,10 +107,10 @@ class ModelHost(DecoderCaches):
     @property
     def plain_rope(self) -> Rope:
         """By which all layers turn all channels of their keys; ValueError if they do not."""
-        [turning, *others] = set(self.turnings[: self._attentions_of[-1].stop])
-        if others or turning.rope is None or not turning.is_plain:
+        [rotation, *others] = set(self.rotations[: self._attentions_of[-1].stop])
+        if others or rotation.rope is None or not rotation.is_plain:
             raise ValueError("the layers of this model turn their keys in different ways")
-        return turning.rope
+        return rotation.rope
 
     @property
     def draft_attentions(self) -> range:
@@ -297,17 +297,17 @@ class ModelHost(DecoderCaches):
         """How a layer's cache lies in memory and how its keys turn, where it is rows of the model's numbers and all
         channels turn in halves: what `kv_changes` and `copy_changed` take. None elsewhere."""
         at, *others = self.attentions_of(index)
-        rope = self.turnings[at].rope
-        if others or self.rounds or self.is_latent or self.is_packed(at) or not self.turnings[at].is_plain:
+        rope = self.rotations[at].rope
+        if others or self.rounds or self.is_latent or self.is_packed(at) or not self.rotations[at].is_plain:
             return None
         layout = PoolLayout.of(self.attentions[at].kv_cache)
         return None if layout is None or rope is None or rope.head_dim != self.head_dim else (layout, rope)
 
-    def turning(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
-        angles = {turning: turning.angles(shifts) for turning in set(self.turnings)}
-        turnings = [self.turnings[own[0]] for own in self._attentions_of]
-        return lambda index, keys: turnings[index].turn(keys, angles[turnings[index]])
+        angles = {rotation: rotation.angles(shifts) for rotation in set(self.rotations)}
+        rotations = [self.rotations[own[0]] for own in self._attentions_of]
+        return lambda index, keys: rotations[index].turn(keys, angles[rotations[index]])
 
     def clear_drafts(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
@@ -319,7 +319,7 @@ class ModelHost(DecoderCaches):
         last = self.config.model_config.max_model_len - count
         tokens = torch.randint(self.config.model_config.get_vocab_size(), (count,), generator=generator)
         hidden, first = self.embed(tokens.to(self.device)), torch.arange(count, device=self.device)
-        turn = self.turning(torch.full_like(first, last))
+        turn = self.rotate_keys(torch.full_like(first, last))
         for index in range(self.num_layers):
             keys = [self._keys_of(index, at, hidden) for at in (first, first + last)]
             if (turn(index, keys[0]) - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[1].norm():

@@ -30,7 +30,7 @@ from kvgraft.vllm.compat.families import (
     is_by_head,
 )
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
-from kvgraft.vllm.compat.turning import check_rope
+from kvgraft.vllm.compat.key_rotation import check_rope
 from kvgraft.vllm.groups import is_full
 from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
 from kvgraft.vllm.settings import KVGraftSettings

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.reuse.continuation import Continuations
-from kvgraft.reuse.copies import Copies, is_copied
-from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.reuse.approximate_prefix import ApproximatePrefixCache
+from kvgraft.reuse.retention import GraftedBlockRetention, is_copied
+from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 
@@ -16,34 +16,34 @@ class Continuing:
 
     Args:
         known: vLLM's blocks, of which approximate ones have hashes that no content has; and what can be grafted.
-        hiding: gives a request such hashes, and its own ones back.
+        masking: gives a request such hashes, and its own ones back.
     """
 
-    def __init__(self, known: Planner, hiding: Hiding) -> None:
-        self._pool, self._index, self._hiding = known.pool, known.index, hiding
-        self._exact_value = known.cost_model.exact_value
-        self._known = Continuations[Any](lambda key: bool(self._pool.find([key])), self._pool.num_pages)
-        self._copies = Copies(self._pool)
+    def __init__(self, known: Planner, masking: HashMasking) -> None:
+        self._pool, self._index, self._masking = known.pool, known.index, masking
+        self._exact_value = known.cost_model.exactness_weight
+        self._known = ApproximatePrefixCache[Any](lambda key: bool(self._pool.find([key])), self._pool.num_pages)
+        self._copies = GraftedBlockRetention(self._pool)
 
-    def before_lookup(self, state: RequestState) -> None:
+    def inject_approximate_prefix(self, state: RequestState) -> None:
         """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so in every step."""
         if state.recovery_key is None or state.whole or state.admitted:
             return
         self._copies.learn(self._known.take_lost(), self._index.take_lost())
         self._copies.trim()
-        self._hiding.undo(state)
+        self._masking.undo(state)
         chains = self._chains(state, (len(state.token_ids) - 1) // self._pool.block_size)
         num_exact = self._pool.num_cached(state.request.block_hashes[: len(chains)])
         continued = self._known.find(state.recovery_key, chains, num_exact, self._exact_value)
         if continued is not None:
-            self._hiding.go_on(state, continued)
+            self._masking.go_on(state, continued)
 
     def after_lookup(self, state: RequestState, num_prefix: int) -> None:
         """vLLM has found so many tokens. If windows have lost all that the prompt was to go on with, it is an ordinary
         one: nothing of it is approximate, and what it computes is no other version of what is known."""
         continued, size = state.continued, self._pool.block_size
         if continued is not None and not state.admitted and num_prefix <= continued.first_block * size:
-            self._hiding.undo(state)
+            self._masking.undo(state)
 
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
         """Let others go on with the approximate blocks that a request has computed, up to this token."""
@@ -69,7 +69,7 @@ class Continuing:
     def clear(self) -> None:
         """Nobody goes on with what was computed so far."""
         self._known.clear()
-        self._copies = Copies(self._pool)
+        self._copies = GraftedBlockRetention(self._pool)
 
     def _chains(self, state: RequestState, count: int) -> list[bytes]:
         """Keys of the first blocks of a request by all their tokens, in its namespace."""

@@ -9,9 +9,9 @@ from vllm.config import VllmConfig
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat.families import is_by_head, is_plain
-from kvgraft.vllm.compat.given_answers import check_answer
+from kvgraft.vllm.compat.forced_tokens import check_forced_output
 from kvgraft.vllm.compat.head_maps import works_by_head
-from kvgraft.vllm.granted import GRANTED, granted_salts
+from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
 from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 
 logger = logging.getLogger("kvgraft")
@@ -49,7 +49,7 @@ class ReuseEligibility:
             if "control" in given:
                 return Control.parse(given["control"]), "control", ()
             options = RequestOptions.parse(given, self._default)
-            check_answer(options.answer, request.sampling_params, self._config)
+            check_forced_output(options.forced_output, request.sampling_params, self._config)
             salts = granted_salts(params.get(GRANTED), request.cache_salt or "")
             if len(salts) < len(options.shared or ()):
                 raise ValueError("shared namespaces are granted by `kvgraft serve` only")

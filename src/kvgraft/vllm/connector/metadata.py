@@ -7,7 +7,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvgraft.prefill.costs import TOKENS, Costs
-from kvgraft.segments.store import Chunk, Record
+from kvgraft.segments.store import Chunk, ChunkRecord
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
 CHUNK_BLOCKS = 8  # of vLLM's size: what is stored as a unit
@@ -52,7 +52,7 @@ class StoreReport:
         counts: what `SegmentStore.counts` has grown by.
     """
 
-    records: list[Record] = field(default_factory=list)
+    records: list[ChunkRecord] = field(default_factory=list)
     read: list[bytes] = field(default_factory=list)
     loaded: list[tuple[int, list[bool]]] = field(default_factory=list)
     ready: bool = False

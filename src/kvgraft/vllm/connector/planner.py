@@ -11,8 +11,8 @@ from kvgraft.prefill.report import unknown_reason
 from kvgraft.reuse.cost import CostModel
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.reuse.readings import spans_of
-from kvgraft.segments.frozen import FrozenPool
 from kvgraft.segments.matches import Match
+from kvgraft.segments.pins import PinnedDocuments
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.options import Control, RequestOptions
@@ -26,7 +26,7 @@ class Planner:
     Args:
         kv_cache_manager: vLLM's.
         settings: of the server.
-        frozen_capacity: share of the pool that frozen blocks may take.
+        pin_capacity: share of the pool that pinned blocks may take.
         anchors: token sequences that begin a segment, for near-duplicates.
     """
 
@@ -35,7 +35,7 @@ class Planner:
         kv_cache_manager: Any,
         block_size: int,
         settings: KVGraftSettings,
-        frozen_capacity: float,
+        pin_capacity: float,
         anchors: Iterable[Sequence[int]] = (),
     ) -> None:
         self.groups = CacheGroups.of(kv_cache_manager, block_size)
@@ -49,9 +49,9 @@ class Planner:
         )
         if self.groups.local:
             self.index.is_whole = self.pool.complete
-        self.frozen = FrozenPool(self.pool, settings.watermark, frozen_capacity)
+        self.pins = PinnedDocuments(self.pool, settings.watermark, pin_capacity)
         self.block_size = block_size
-        self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exact_value)
+        self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exactness_weight)
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
         """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
@@ -65,7 +65,7 @@ class Planner:
         if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(state, kept):
             return None, kept
         if state.is_trial:
-            return "discover", None
+            return "shadow", None
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
         matches = self._match(state, tokens, free)
@@ -87,9 +87,9 @@ class Planner:
         return self._match(state, tokens, free)
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
-        """Shed frozen blocks of the request's own namespace, but for these, if num_blocks more would pass the
+        """Shed pinned blocks of the request's own namespace, but for these, if num_blocks more would pass the
         watermark."""
-        self.frozen.shed(state.frozen_namespace, num_blocks, spare)
+        self.pins.shed(state.pin_namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
         """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
@@ -116,11 +116,11 @@ class Planner:
             self.index.offer(offer, tokens, np.array(blocks[:stop]), offer.depths(stop, size), unlimited=unlimited)
 
     def clear(self) -> bool:
-        """Let go of all frozen text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
-        if self.pool.num_used > len({held for page in self.frozen.pages for held in self.pool.held(page)}):
+        """Let go of all pinned text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
+        if self.pool.num_used > len({held for page in self.pins.pages for held in self.pool.held(page)}):
             return False
-        for entry in self.frozen.list():
-            self.frozen.delete(entry.name, entry.namespace)
+        for entry in self.pins.list():
+            self.pins.delete(entry.name, entry.namespace)
         self.index.clear()
         return True
 

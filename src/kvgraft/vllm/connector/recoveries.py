@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.prompt_truncation import PromptTruncation
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
-from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
@@ -17,8 +17,10 @@ class Recoveries:
     """While one is under way, the blocks that it grafts from are pinned, and those that it recovers where they are
     nobody else's to begin with."""
 
-    def __init__(self, known: Planner, hiding: Hiding, shorter_prompts: ShorterPrompts, reporting: Reporting) -> None:
-        self._known, self._hiding = known, hiding
+    def __init__(
+        self, known: Planner, masking: HashMasking, shorter_prompts: PromptTruncation, reporting: Reporting
+    ) -> None:
+        self._known, self._masking = known, masking
         self._shorter_prompts, self._reporting = shorter_prompts, reporting
         self._rewritten: set[int] = set()  # pages that are recovered where they are
         self._jobs: list[Job] = []
@@ -41,8 +43,8 @@ class Recoveries:
             self._known.pool.hit_counts[sources] += 1
         self._rewritten.update(candidate.in_place)
         if candidate.steps:
-            self._hiding.hide(state, candidate.steps[0][0])
-            state.offer.rest_on(candidate.steps, candidate.spans)
+            self._masking.mask(state, candidate.steps[0][0])
+            state.offer.mark_approximate(candidate.steps, candidate.spans)
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
         pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(-1, len(tables))
@@ -72,7 +74,7 @@ class Recoveries:
             self._known.pool.forget(in_place)
             state.continued = None
         if state.finished:
-            self._hiding.give_up(state)
+            self._masking.release(state)
             self._reporting.aborted()
         elif outcome.failure is not None:
             self._failed(state, outcome.failure)
@@ -90,7 +92,7 @@ class Recoveries:
         if state.whole:
             self._shorter_prompts.restore(state, reason)
         else:
-            self._hiding.reveal(state)
+            self._masking.unmask(state)
         self._reporting.failed(state)
 
     def _learn(self, state: RequestState, candidate: Candidate, outcome: RecoveryResult) -> None:

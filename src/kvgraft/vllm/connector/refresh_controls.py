@@ -28,7 +28,7 @@ class RefreshControls:
     def __init__(self, known: Planner, reporting: Reporting, share: float, longest: int) -> None:
         if share and not os.environ.get(CONTROL_TOKEN):
             raise ValueError(
-                f"refresh is {share}, but no API server of ours will ask what to read: start it with `kvgraft serve`, "
+                f"idle_refresh is {share}, but no API server of ours will ask what to read: start it with `kvgraft serve`, "
                 f"or set {CONTROL_TOKEN} to a secret and VLLM_PLUGINS=kvgraft"
             )
         self._known, self._refresh, self._reporting = known, Refresh(known.index), reporting
@@ -64,7 +64,7 @@ class RefreshControls:
         return {"tokens": text.tokens.tolist(), "cache_salt": text.namespace} if text else {"tokens": []}
 
     def _next(self) -> TextToRead | None:
-        left, room = self._allowance.left, self._known.frozen.num_unpressed * self._known.block_size
+        left, room = self._allowance.left, self._known.pins.num_unpressed * self._known.block_size
         if left <= 0:
             return None
         text = self._unfinished
@@ -81,7 +81,7 @@ class RefreshControls:
         num_tokens = int(request.num_prompt_tokens)
         num_read = max(0, min(int(request.num_computed_tokens), num_tokens) - state.report.prefix_tokens)
         self._allowance.num_read += num_read
-        self._reporting.read_anew(num_read)
+        self._reporting.idle_refresh(num_read)
         if not request.num_output_tokens:
             return {}
         if unfinished is not None and num_tokens >= len(unfinished.tokens):

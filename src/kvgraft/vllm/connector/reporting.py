@@ -81,9 +81,9 @@ class Reporting:
         """The client of a graft has left before it was done."""
         self._stats.add("kvgraft:fallbacks_total", "aborted")
 
-    def read_anew(self, num_tokens: int) -> None:
+    def idle_refresh(self, num_tokens: int) -> None:
         """So many tokens were computed while no request ran."""
-        self._stats.add("kvgraft:read_anew_tokens_total", "", num_tokens)
+        self._stats.add("kvgraft:idle_refresh_tokens_total", "", num_tokens)
 
     def stored(self, counts: Mapping[str, int]) -> None:
         """What the workers' stores have done."""
@@ -108,8 +108,8 @@ class Reporting:
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
             ("kvgraft:pool_blocks", "free"): pool.num_free,
-            ("kvgraft:pool_blocks", "frozen"): len(known.frozen.pages),
-            ("kvgraft:frozen_segments", ""): len(known.frozen),
+            ("kvgraft:pool_blocks", "pinned"): len(known.pins.pages),
+            ("kvgraft:pinned_documents", ""): len(known.pins),
             ("kvgraft:index_entries", ""): len(known.index),
             ("kvgraft:documents", ""): num_documents,
             ("kvgraft:document_bytes", ""): num_bytes,
@@ -124,10 +124,14 @@ class Reporting:
         elif report.outcome in (Outcome.MISS, Outcome.OFF):
             self._stats.add("kvgraft:misses_total", report.reason or "unknown")
         self._stats.add("kvgraft:requests_total", report.outcome)
-        if report.would_graft_tokens and report.estimated_full_s is not None and report.estimated_reuse_s is not None:
+        if (
+            report.shadow_graftable_tokens
+            and report.estimated_full_s is not None
+            and report.estimated_reuse_s is not None
+        ):
             saved = report.estimated_full_s - report.estimated_reuse_s
-            self._stats.add("kvgraft:would_graft_tokens_total", "", report.would_graft_tokens)
-            self._stats.add("kvgraft:would_save_seconds_total", "", saved)
+            self._stats.add("kvgraft:shadow_graftable_tokens_total", "", report.shadow_graftable_tokens)
+            self._stats.add("kvgraft:shadow_saved_seconds_total", "", saved)
         if report.too_deep_tokens:
             self._stats.add("kvgraft:too_deep_tokens_total", "", report.too_deep_tokens)
         for kind in KINDS:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.continuation import Continued
-from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.reuse.approximate_prefix import Continued
+from kvgraft.reuse.provenance import NEVER, BlockProvenance
 from kvgraft.reuse.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
-from kvgraft.vllm.options import Control, Report, RequestOptions, frozen_namespace, namespace_label
+from kvgraft.vllm.options import Control, RequestOptions, ServedReport, namespace_label, pin_namespace
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Candidate:
 
     Attributes:
         sources: distinct pages that it grafts from, under `versions`.
-        steps, spans: see `Offer.rest_on`.
+        steps, spans: see `BlockProvenance.mark_approximate`.
         in_place: pages whose approximate KV is recovered where it is; nobody else reads them.
         reserved: what its recovery holds beside all that, from when vLLM is told of it.
     """
@@ -44,7 +44,7 @@ class RequestState:
         request: vLLM's own object.
         whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
         kept: which tokens of these are kept (`RecoveryResult.kept`), as soon as a recovery has chosen.
-        options: what it asked for; a `Control` is an operation on the frozen pool.
+        options: what it asked for; a `Control` is an operation on the pinned documents.
         offer: what it leaves behind for others.
         adapter: which it runs under, or None; without a digest its KV is like no other.
         shared: scopes of the namespaces that it may graft from beside its own.
@@ -67,7 +67,7 @@ class RequestState:
 
     request: Any
     options: RequestOptions | Control
-    offer: Offer
+    offer: BlockProvenance
     adapter: Adapter | None = None
     refusal: str | None = None
     shared: tuple[bytes, ...] = ()
@@ -89,7 +89,7 @@ class RequestState:
     whole: tuple[int, ...] = ()
     documents: tuple[range, ...] = ()
     kept: np.ndarray | None = None
-    report: Report = field(default_factory=Report)
+    report: ServedReport = field(default_factory=ServedReport)
 
     @property
     def id(self) -> str:
@@ -137,9 +137,9 @@ class RequestState:
         return self.request.cache_salt or ""
 
     @property
-    def frozen_namespace(self) -> str:
-        """Where what is frozen lies that it can graft from."""
-        return frozen_namespace(self.namespace, "" if self.adapter is None else self.adapter.request.lora_name)
+    def pin_namespace(self) -> str:
+        """Where what is pinned lies that it can graft from."""
+        return pin_namespace(self.namespace, "" if self.adapter is None else self.adapter.request.lora_name)
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.reuse.offer import NEVER, Offer
+from kvgraft.reuse.provenance import NEVER, BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_reset
@@ -23,22 +23,22 @@ from kvgraft.vllm.compat.head_maps import find_head_map
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.adapters import RequestAdapters
 from kvgraft.vllm.connector.continuing import Continuing
-from kvgraft.vllm.connector.discovery import Discovery
-from kvgraft.vllm.connector.early_reports import EarlyReports
 from kvgraft.vllm.connector.eligibility import ReuseEligibility
-from kvgraft.vllm.connector.frozen_controls import FrozenControls
-from kvgraft.vllm.connector.hiding import Hiding
+from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
+from kvgraft.vllm.connector.pin_controls import PinControls
 from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.prompt_truncation import PromptTruncation
 from kvgraft.vllm.connector.recoveries import Recoveries
 from kvgraft.vllm.connector.refresh_controls import RefreshControls
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
-from kvgraft.vllm.connector.shorter_prompts import ShorterPrompts
+from kvgraft.vllm.connector.shadow import ShadowMode
+from kvgraft.vllm.connector.stop_string_reports import StopStringReports
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control, RequestOptions
 from kvgraft.vllm.recovery import RecoveryResult
-from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
+from kvgraft.vllm.settings import SHADOW, KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 
@@ -78,32 +78,32 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: Any) -> None:
         """Called once, before the first request."""
         self._manager = kv_cache_manager
-        share = self._frozen_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
-        capacity = min(self.settings.frozen_capacity, share)
+        share = self._pinned_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
+        capacity = min(self.settings.pin_capacity, share)
         self.known = Planner(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
         is_shared = self.settings.store_shared is not None
         has_store = self.settings.store is not None
         self.stored = StoreScheduler(self.known, self._num_ranks, is_shared=is_shared) if has_store else None
-        self._early_reports = EarlyReports(self.known)
-        self._hiding = Hiding(kv_cache_manager, self.known.pool, self._block_size)
-        self._discovery = Discovery(self._hiding)
-        self._shorter_prompts = ShorterPrompts(self.known, self._hiding)
-        self._recoveries = Recoveries(self.known, self._hiding, self._shorter_prompts, self.reporting)
-        self._controls = FrozenControls(self.known.pool, self.known.frozen, self._block_size)
-        self._refresh = RefreshControls(self.known, self.reporting, self.settings.refresh, self._longest_prompt)
+        self._early_reports = StopStringReports(self.known)
+        self._masking = HashMasking(kv_cache_manager, self.known.pool, self._block_size)
+        self._shadow = ShadowMode(self._masking)
+        self._shorter_prompts = PromptTruncation(self.known, self._masking)
+        self._recoveries = Recoveries(self.known, self._masking, self._shorter_prompts, self.reporting)
+        self._controls = PinControls(self.known.pool, self.known.pins, self._block_size)
+        self._refresh = RefreshControls(self.known, self.reporting, self.settings.idle_refresh, self._longest_prompt)
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
-        self._continuing = Continuing(self.known, self._hiding)
+        self._continuing = Continuing(self.known, self._masking)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
-        """Let go of frozen text and of documents: they may be of old weights. False, and nothing is forgotten, while
+        """Let go of pinned text and of documents: they may be of old weights. False, and nothing is forgotten, while
         requests run or are recovered."""
         if not self.known.clear():
             return False
         self._forgets = True
         self._continuing.clear()
-        self._discovery.clear()
+        self._shadow.clear()
         self._refresh.forget()
         if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
             self.stored.forget()
@@ -116,13 +116,13 @@ class SchedulerSide:
         """vLLM is about to look for the beginning of a prompt."""
         if (state := self._requests.get(request.request_id)) is not None:
             self._offer_running()
-            self._continuing.before_lookup(state)
+            self._continuing.inject_approximate_prefix(state)
 
     def _first_hidden(self, request: Any) -> int:
         """The first block of a request that nobody may find."""
-        return self._hiding.first_block(self._requests[request.request_id])
+        return self._masking.first_block(self._requests[request.request_id])
 
-    def _frozen_share(self, num_blocks: int) -> float:
+    def _pinned_share(self, num_blocks: int) -> float:
         """Share of the pool that leaves room for the longest request of anybody else."""
         return max(num_blocks - self._longest, 1) / num_blocks
 
@@ -134,7 +134,9 @@ class SchedulerSide:
         options, refusal, salts = self._eligibility.of(request, weights_known=adapter is None or bool(adapter.digest))
         shared = tuple(scope_digest(model, salt) for salt in salts)
         trial_of = (request.kv_transfer_params or {}).get(TRIAL_OF)
-        state = RequestState(request, options, Offer(scope), adapter, refusal, shared, is_trial=trial_of is not None)
+        state = RequestState(
+            request, options, BlockProvenance(scope), adapter, refusal, shared, is_trial=trial_of is not None
+        )
         self._requests[request.request_id] = state
         self._refresh.arrived(state)
         most = request.num_prompt_tokens + request.max_tokens
@@ -146,13 +148,13 @@ class SchedulerSide:
             state.offer.reset(state.num_exact)
             hide_answer(request, self._block_size)
         if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
-            if self.settings.mode == DISCOVER:
-                state.refusal = DISCOVER
+            if self.settings.mode == SHADOW:
+                state.refusal = SHADOW
             else:
                 self._offer_running()
                 self._shorter_prompts.shorten(state, options.policy)
         if trial_of is not None:
-            self._discovery.try_out(state, str(trial_of))
+            self._shadow.try_out(state, str(trial_of))
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
         """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
@@ -252,8 +254,8 @@ class SchedulerSide:
         if not state.whole:
             self._offer(state, blocks, request.num_computed_tokens, ended=True)
             self._continuing.leave(state, blocks)
-        self._hiding.give_up(state)
-        if isinstance(state.options, Control) and state.options.reads_anew:
+        self._masking.release(state)
+        if isinstance(state.options, Control) and state.options.is_idle_refresh:
             return {KEY: self._refresh.ended(state)}
         if isinstance(state.options, Control) and state.options.op == SCORE:
             return None
@@ -268,13 +270,13 @@ class SchedulerSide:
         return self.reporting.take(self.known)
 
     def _choose(self, state: RequestState, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
-        """A pinned plan, or why there is none; and room for it, at the cost of frozen blocks that it does not use."""
+        """A pinned plan, or why there is none; and room for it, at the cost of pinned blocks that it does not use."""
         reason, candidate = state.refusal, None
         if reason is None:
             reason, candidate = self.known.plan(state, num_prefix)
-        if candidate is not None and self.settings.mode == DISCOVER and not state.is_trial:
-            self._discovery.note(state, candidate)
-            reason, candidate = DISCOVER, None
+        if candidate is not None and self.settings.mode == SHADOW and not state.is_trial:
+            self._shadow.note(state, candidate)
+            reason, candidate = SHADOW, None
         if candidate is not None:
             self.known.make_room(state, num_missing, {*state.prefix, *candidate.sources})
             if self._pin(state, candidate, num_missing):

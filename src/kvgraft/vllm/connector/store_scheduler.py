@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
-from kvgraft.segments.store import Record, Register
+from kvgraft.segments.store import ChunkIndex, ChunkRecord
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.planner import Planner
@@ -28,7 +28,7 @@ class StoreScheduler:
 
     def __init__(self, known: Planner, num_ranks: int, *, is_shared: bool = False) -> None:
         self.known = known
-        self._register = Register(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
+        self._register = ChunkIndex(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
         self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
         self._num_ranks = num_ranks
         self._ready: set[int] = set()  # ranks that have said what their stores hold
@@ -104,7 +104,7 @@ class StoreScheduler:
 
     def forget(self) -> None:
         """Nothing that is stored now is found any more by this server."""
-        self._register = Register(self.known.block_size, CHUNK_BLOCKS, *self.known.index.cuts)
+        self._register = ChunkIndex(self.known.block_size, CHUNK_BLOCKS, *self.known.index.cuts)
 
     @property
     def num_held(self) -> int:
@@ -160,7 +160,7 @@ class StoreScheduler:
 class _Coming:
     """A block on its way: the one at `place` of a chunk; with vLLM's hash if it is an exact block of the request."""
 
-    record: Record
+    record: ChunkRecord
     place: int
     block_hash: bytes | None
 

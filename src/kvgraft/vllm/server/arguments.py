@@ -19,13 +19,13 @@ from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import ALLOW_UNTESTED, BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
-from kvgraft.vllm.compat.given_answers import RAW
+from kvgraft.vllm.compat.forced_tokens import RAW
 from kvgraft.vllm.server.flags import PREFIX, add_flags
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 from kvgraft.vllm.server.lifecycle import DRAIN_S
+from kvgraft.vllm.server.logprob_recorder import NUM_LOGPROBS
 from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring
-from kvgraft.vllm.server.watching import NUM_LOGPROBS
 from kvgraft.vllm.settings import KVGraftSettings, given_settings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
@@ -123,12 +123,12 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     if args.worker_cls not in ("auto", WORKER_CLASS):
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
     if args.kvgraft_refresh and args.enable_sleep_mode:
-        yield "--kvgraft-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
+        yield "--kvgraft-idle-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
     if (args.api_server_count or 1) > 1:
         yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
     if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
         yield (
-            "data parallelism: a prompt would find only what its own engine has read, and frozen segments, refresh "
+            "data parallelism: a prompt would find only what its own engine has read, and pinned documents, refresh "
             "and guard would reach one engine only; start one server per engine"
         )
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:

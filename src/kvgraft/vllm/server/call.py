@@ -4,8 +4,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
 from kvgraft.vllm.server.tenancy import LOCAL, Principal
-from kvgraft.vllm.server.watching import Watched
 from kvgraft.vllm.settings import JSON
 
 
@@ -17,7 +17,7 @@ class Call:
         salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
         lora_request: vLLM's, of a request of the server's own that runs under an adapter.
         kinds: what it is, of `exact_for`: tools.
-        yields: whether it gives way to any other one: nobody waits for it.
+        low_priority: nobody waits for it, so all other requests come first.
         reports: what the engine reported on each prompt of the request, in their order; None until it ends.
         watched: what the guard notes of its prompts, by vLLM's ids, which clients may choose: not unique on a server.
         cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
@@ -28,8 +28,8 @@ class Call:
     salt: str | None = None
     lora_request: Any = None
     kinds: frozenset[str] = frozenset()
-    yields: bool = False
-    watched: dict[str, Watched] = field(default_factory=dict)
+    low_priority: bool = False
+    watched: dict[str, LogprobRecorder] = field(default_factory=dict)
     reports: list[dict[str, Any] | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
 
@@ -38,9 +38,9 @@ class Call:
         return self.kinds if params.structured_outputs is None else self.kinds | {JSON}
 
     @classmethod
-    def own(cls, cache_salt: str, lora_request: Any = None) -> "Call":
+    def internal_request(cls, cache_salt: str, lora_request: Any = None) -> "Call":
         """One of the server's own, under this cache key and this adapter."""
-        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, lora_request, yields=True)
+        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, lora_request, low_priority=True)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)

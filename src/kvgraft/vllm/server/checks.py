@@ -178,7 +178,7 @@ def _check_settings(given: Mapping[str, Any]) -> None:
     check_secret(None)
     settings = KVGraftSettings.parse(given)
     if settings.store is not None:
-        settings.store.check_places()
+        settings.store.check_backends()
     if settings.head_map is not None:
         HeadMap.load(settings.head_map)
 

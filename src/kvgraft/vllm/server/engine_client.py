@@ -9,9 +9,9 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from kvgraft.vllm.compat.given_answers import check_answer
+from kvgraft.vllm.compat.forced_tokens import check_forced_output
 from kvgraft.vllm.compat.reports import StoppedReports
-from kvgraft.vllm.granted import GRANTED, granted_params
+from kvgraft.vllm.namespace_grants import GRANTED, granted_params
 from kvgraft.vllm.options import KEY, PARAMS, Control, RequestOptions
 from kvgraft.vllm.server.call import CURRENT, Call
 from kvgraft.vllm.server.guarding import ServerGuard, exact
@@ -43,7 +43,7 @@ def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
         raise ValueError(f"{PARAMS}.{KEY}: {error}"[:MAX_MESSAGE]) from error
 
 
-class GuardedEngineClient:
+class TenantEngineClient:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
@@ -84,8 +84,8 @@ class GuardedEngineClient:
         if params is not None:
             try:
                 options = parse_params(params, self._default)
-                if options.answer:
-                    check_answer(options.answer, sampling_params, self._client.vllm_config)
+                if options.forced_output:
+                    check_forced_output(options.forced_output, sampling_params, self._client.vllm_config)
                 if call is not None:
                     self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
@@ -108,7 +108,7 @@ class GuardedEngineClient:
     async def admit(self, request: Any) -> None:
         """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to the engine."""
         call = CURRENT.get()
-        if call is None or not call.yields:
+        if call is None or not call.low_priority:
             await self.before_request()
         if call is None:
             request.cache_salt = self._salts.nobody()
@@ -167,11 +167,11 @@ class GuardedEngineClient:
     async def control(
         self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any = None
     ) -> dict[str, Any]:
-        """Run an operation on the frozen segments of one namespace; `token_ids` is the text to freeze, which is read
+        """Run an operation on the pinned documents of one namespace; `token_ids` is the text to pin, which is read
         under this adapter of vLLM's.
 
         Returns:
-            The engine's answer, see `FrozenControls.apply`; empty if the engine has no connector of ours.
+            The engine's answer, see `PinControls.apply`; empty if the engine has no connector of ours.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.

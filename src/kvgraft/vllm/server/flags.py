@@ -17,18 +17,18 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # with one value: 
     ("head-map", str, "What `kvgraft profile-heads` has written, for redknot; by default beside the weights."),
     ("max-depth", int, "Of sources: 0 is exact, d + 1 follows grafts of depth d."),
     ("costs", str, "By which it is decided what to graft: measured (at the start), tokens, or a file of them."),
-    ("exact-value", float, "What exact KV is worth, as a share of what computing it costs."),
-    ("watermark", float, "Share of used blocks above which frozen ones are shed."),
-    ("frozen-capacity", float, "Share of the pool that frozen blocks may take."),
-    ("frozen-quota", float, "Share of that which one tenant may take."),
+    ("exactness-weight", float, "How strongly to prefer exact KV, from 0 to 1."),
+    ("watermark", float, "Share of used blocks above which pinned ones are shed."),
+    ("pin-capacity", float, "Share of the pool that pinned blocks may take."),
+    ("pin-quota", float, "Share of that which one tenant may take."),
     ("document-gib", float, "Host memory for documents kept in part (condense)."),
     (
-        "refresh",
+        "idle-refresh",
         float,
-        "Read popular text exactly that is known only approximately while no request runs, at most so many tokens as "
-        "this share of what requests have brought; 0: none.",
+        "When no request has run for half a second, compute popular approximate blocks exactly: at most this share "
+        "of the prompt tokens of requests; 0: never.",
     ),
-    ("mode", str, "live, or discover: graft nothing, and say in reports and metrics what would have been."),
+    ("mode", str, "live, or shadow: graft nothing, and say in reports and metrics what would have been."),
     ("guard", float, "Share of the answers on approximate KV that are scored again with exact KV."),
     (
         "guard-target",
@@ -53,7 +53,7 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # with one value: 
 SWITCHES = (  # name, help
     (
         "require-clean-context",
-        "Graft only text that stood at the beginning of what it was read in, as frozen text does.",
+        "Graft only text that stood at the beginning of what it was read in, as pinned text does.",
     ),
     ("store-int8", "Store keys and values as int8."),
     ("head-paging", "Keep only sinks and windows of the heads that the head map calls local."),

@@ -8,10 +8,10 @@ from kvgraft.guard.guard import Guard
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import EXACT_BECAUSE, GUARDED, KEY, NOTE_PLAN, OWN_FIELDS, PARAMS, RequestOptions
 from kvgraft.vllm.server.call import Call
+from kvgraft.vllm.server.logprob_recorder import LogprobRecorder, can_be_watched, watched
 from kvgraft.vllm.server.metrics import GuardMetrics
-from kvgraft.vllm.server.scorer import EngineGate, Sample, Scorer
-from kvgraft.vllm.server.watching import Watched, can_be_watched, watched
-from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
+from kvgraft.vllm.server.scorer import AnswerSample, EngineGate, Scorer
+from kvgraft.vllm.settings import SHADOW, KVGraftSettings
 
 PENDING = "pending"  # in a report: its answer will be scored
 APPROXIMATE = (Outcome.GRAFTED, Outcome.CONTINUED)
@@ -25,11 +25,11 @@ class ServerGuard:
         self.metrics = GuardMetrics(model_name)
         profile = settings.policy_profile
         self._scorer = Scorer(engine_client, settings.guard_tokens, self.scored, self.metrics)
-        self._discovers = settings.mode == DISCOVER
+        self._is_shadow = settings.mode == SHADOW
         self._noise = None if profile is None else profile.order_noise[0]
         self.metrics.noise.set(self._noise or 0.0)
 
-    def begin(self, call: Call, params: Any, options: RequestOptions) -> tuple[Any, Watched]:
+    def begin(self, call: Call, params: Any, options: RequestOptions) -> tuple[Any, LogprobRecorder]:
         """A request that may be approximate is about to enter the engine: the sampling parameters with which it does,
         and what is noted of it."""
         can = can_be_watched(params)
@@ -38,21 +38,21 @@ class ServerGuard:
             params = exact(params, "guard_tripped")
         elif ticket.level is Level.LARGER_BUDGET:
             params = _with_policy(params, str(ticket.policy))
-        one = Watched(ticket, call.principal.tenant.label)
+        one = LogprobRecorder(ticket, call.principal.tenant.label)
         if ticket.is_watched:
             params, one.kind = watched(params), params.output_kind
-            if self._discovers:
+            if self._is_shadow:
                 params = _with_params(params, {NOTE_PLAN: True})
         return params, one
 
-    def end(self, one: Watched, report: dict[str, Any] | None) -> None:
+    def end(self, one: LogprobRecorder, report: dict[str, Any] | None) -> None:
         """Its answer has ended; the engine's report of it is completed."""
         if report is None:
             return
         ticket = one.ticket
         if ticket.level is not Level.AS_ASKED:
             report["guard"] = ticket.level.name.lower()
-        would = report["would_graft_tokens"]
+        would = report["shadow_graftable_tokens"]
         if report["outcome"] not in APPROXIMATE and not would:
             return
         self.metrics.approximate.labels(ticket.name).inc()
@@ -61,12 +61,12 @@ class ServerGuard:
             return
         if not one.is_whole:
             self.metrics.answers.labels("empty").inc()
-        elif self._scorer.add(Sample.of(one, report["depth"], would=bool(would))):
+        elif self._scorer.add(AnswerSample.of(one, report["depth"], would=bool(would))):
             report["guard"] = PENDING
         else:
             self.metrics.answers.labels("dropped").inc()
 
-    def scored(self, sample: Sample, distances: Mapping[str, float]) -> None:
+    def scored(self, sample: AnswerSample, distances: Mapping[str, float]) -> None:
         """An answer has been scored."""
         sample.found.update(distances)
         self.guard.add(sample.ticket, sample.tenant, distances)

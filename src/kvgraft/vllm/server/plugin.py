@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from vllm.logger import init_logger
 
-from kvgraft.vllm.server import segments, status
+from kvgraft.vllm.server import pin_routes, status
 from kvgraft.vllm.server.errors import Refused, answer_refusal
 from kvgraft.vllm.server.lifecycle import DrainMiddleware
 from kvgraft.vllm.server.middleware import ServerMiddleware
@@ -36,7 +36,7 @@ class ServerPlugin:
         """
         state = app.state.kvgraft = ServerState(app.state.args)
         app.state.args.api_key = [""]  # no key for vLLM to check, whatever the environment says
-        app.include_router(segments.router)
+        app.include_router(pin_routes.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
         app.add_middleware(

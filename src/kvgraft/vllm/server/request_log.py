@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvgraft.prefill.report import Outcome
-from kvgraft.vllm.options import KEY, Report
+from kvgraft.vllm.options import KEY, ServedReport
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 RECENT = 50  # requests kept per tenant
@@ -49,7 +49,7 @@ class Entry:
         if output is None:
             return cls(time.time(), tenant.label, route, ABORTED)
         given = (output.kv_transfer_params or {}).get(KEY)
-        report, metrics = Report(**given) if given else _bare_report(output), output.metrics
+        report, metrics = ServedReport(**given) if given else _bare_report(output), output.metrics
         return cls(
             time.time(),
             tenant.label,
@@ -108,11 +108,11 @@ class RequestLog:
         self._sums.setdefault(label, Counter())
 
 
-def _bare_report(output: Any) -> Report:
+def _bare_report(output: Any) -> ServedReport:
     """What vLLM itself knows of a request about which the engine reported nothing, as when it failed."""
     total, prefix = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     spans: list[list[int | str]] = [[0, prefix, "prefix"]] if prefix else []
     spans.append([prefix, total, "fresh"])
-    report = Report(prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans)
+    report = ServedReport(prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans)
     report.conclude(None)
     return report

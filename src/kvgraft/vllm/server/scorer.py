@@ -13,8 +13,8 @@ from kvgraft.guard.guard import Ticket
 from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control
 from kvgraft.vllm.server.call import Call
+from kvgraft.vllm.server.logprob_recorder import NUM_LOGPROBS, LogprobRecorder, Logprobs, places
 from kvgraft.vllm.server.metrics import GuardMetrics
-from kvgraft.vllm.server.watching import NUM_LOGPROBS, Logprobs, Watched, places
 
 logger = logging.getLogger("kvgraft")
 CHUNK = 512  # tokens that are computed at a time: who arrives waits for so many at most
@@ -25,7 +25,7 @@ AT_ONCE = 4  # that are being scored: chunks come one by one, and answers are ge
 
 
 class EngineGate(Protocol):
-    """The way into the engine; see `GuardedEngineClient`."""
+    """The way into the engine; see `TenantEngineClient`."""
 
     num_waiting: int
 
@@ -36,7 +36,7 @@ class EngineGate(Protocol):
 
 
 @dataclass(frozen=True)
-class Sample:
+class AnswerSample:
     """An answer to be scored, and what its approximate KV has made of it.
 
     Attributes:
@@ -57,9 +57,9 @@ class Sample:
     trial_of: str | None = None
 
     @classmethod
-    def of(cls, one: Watched, depth: int, *, would: bool = False) -> "Sample":
+    def of(cls, one: LogprobRecorder, depth: int, *, would: bool = False) -> "AnswerSample":
         """`would`: its answer is exact, and what it would have been is to be tried."""
-        call, of = Call.own(one.cache_salt or "", one.lora_request), one.request_id if would else None
+        call, of = Call.internal_request(one.cache_salt or "", one.lora_request), one.request_id if would else None
         return cls(one.ticket, one.tenant, call, one.prompt, one.answer, one.logprobs, depth, one.found, of)
 
 
@@ -75,19 +75,19 @@ class Scorer:
         self,
         engine_client: EngineGate,
         tokens_per_minute: float,
-        report: Callable[[Sample, Mapping[str, float]], None],
+        report: Callable[[AnswerSample, Mapping[str, float]], None],
         metrics: GuardMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_client, self._report, self._metrics, self._clock = engine_client, report, metrics, clock
         self._most, self._allowed = tokens_per_minute, tokens_per_minute / 60
         self._counted, self._floor = clock(), clock() + FLOOR_S
-        self._queue = asyncio.Queue[Sample](MOST_WAITING)
+        self._queue = asyncio.Queue[AnswerSample](MOST_WAITING)
         self._scoring: set[asyncio.Task[None]] = set()
         self._computes = asyncio.Lock()
         self._task = asyncio.create_task(self._run())
 
-    def add(self, sample: Sample) -> bool:
+    def add(self, sample: AnswerSample) -> bool:
         """Score it when there is time; False: too many wait."""
         if self._queue.full():
             return False
@@ -124,14 +124,14 @@ class Scorer:
         """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
         nobody is to wait for that later."""
         asked = (
-            self._answer(Call.own(secrets.token_hex()), Control(SCORE).as_params(), [0], [0] * count)
+            self._answer(Call.internal_request(secrets.token_hex()), Control(SCORE).as_params(), [0], [0] * count)
             for count in (1, 2, 3)
         )
         for error in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(error, Exception):  # likewise
                 logger.warning("the guard could not be warmed up: %s", error)
 
-    async def _score(self, sample: Sample) -> None:
+    async def _score(self, sample: AnswerSample) -> None:
         """Report its distances from exact KV."""
         if sample.trial_of is not None:
             exact, ours = sample.logprobs, await self._try(sample)
@@ -139,7 +139,7 @@ class Scorer:
             exact, ours = await self._compute(sample), sample.logprobs
         self._report(sample, along_logprobs(ours, exact, sample.answer))
 
-    async def _compute(self, sample: Sample) -> list[Logprobs]:
+    async def _compute(self, sample: AnswerSample) -> list[Logprobs]:
         """What exact KV says of an answer."""
         params, prompt = Control(SCORE).as_params(), sample.prompt
         for stop in [*range(CHUNK, len(prompt), CHUNK), len(prompt)]:
@@ -151,7 +151,7 @@ class Scorer:
         self._charge(len(prompt) - (output.num_cached_tokens or 0) + len(sample.answer))
         return places(output.outputs[0].logprobs)
 
-    async def _try(self, sample: Sample) -> list[Logprobs]:
+    async def _try(self, sample: AnswerSample) -> list[Logprobs]:
         """What is said of an answer on the KV that its prompt would have had."""
         async with self._computes:
             await self._turn()
@@ -181,7 +181,7 @@ class Scorer:
 
     async def _answer(self, call: Call, params: dict[str, Any], prompt: list[int], answer: list[int]) -> Any:
         """vLLM's output of a request that gives its answer, with log-probabilities."""
-        given = {**params, KEY: {**params[KEY], "answer": answer}}
+        given = {**params, KEY: {**params[KEY], "forced_output": answer}}
         return await self._send(call, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True)
 
     async def _send(self, call: Call, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:

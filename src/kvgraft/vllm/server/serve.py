@@ -23,7 +23,7 @@ from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.server.checks import check_parsed
 from kvgraft.vllm.server.lifecycle import end_children
-from kvgraft.vllm.server.summary import Summary
+from kvgraft.vllm.server.summary import ConfigurationSummary
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
@@ -55,7 +55,7 @@ def serve(arguments: Sequence[str]) -> None:
         end_children()
 
 
-def summarize(arguments: Sequence[str]) -> Summary:
+def summarize(arguments: Sequence[str]) -> ConfigurationSummary:
     """What `serve` would use; nothing is loaded and nothing listens.
 
     Raises:
@@ -66,7 +66,7 @@ def summarize(arguments: Sequence[str]) -> Summary:
         config = engine_config(args)
     if not args.no_kvgraft:
         check_config(config)
-    return Summary.of(args, config)
+    return ConfigurationSummary.of(args, config)
 
 
 def _checked(arguments: Sequence[str]) -> Namespace:

@@ -4,14 +4,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvgraft.vllm.server.engine_client import GuardedEngineClient
+from kvgraft.vllm.server.engine_client import TenantEngineClient
 from kvgraft.vllm.server.engine_probe import EngineProbe, default_limit_s
-from kvgraft.vllm.server.frozen import FrozenSegments
 from kvgraft.vllm.server.guarding import ServerGuard
-from kvgraft.vllm.server.idle_reader import IdleReader
+from kvgraft.vllm.server.idle_refresher import IdleRefresher
 from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.lifecycle import Drain
 from kvgraft.vllm.server.metrics import FirstTokens
+from kvgraft.vllm.server.pins import TenantPins
 from kvgraft.vllm.server.request_log import RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
@@ -36,16 +36,16 @@ class ServerState:
         self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
         self.request_log = RequestLog(self.keyring.tenants)
         num_owners = len(self.keyring.tenants) + bool(self.grants.names)
-        self.segments = FrozenSegments(lambda: self.engine_client, self.settings.frozen_quota or 1 / num_owners)
+        self.pins = TenantPins(lambda: self.engine_client, self.settings.pin_quota or 1 / num_owners)
         self.drain = Drain(getattr(args, "shutdown_timeout", 0))
         limit_s = getattr(args, "kvgraft_engine_timeout", None)
         self._silence_limit_s = default_limit_s() if limit_s is None else limit_s
         self._probe: EngineProbe | None = None
-        self._engine_client: GuardedEngineClient | None = None
-        self._idle_reader: IdleReader | None = None
+        self._engine_client: TenantEngineClient | None = None
+        self._idle_reader: IdleRefresher | None = None
 
     @property
-    def engine_client(self) -> GuardedEngineClient:
+    def engine_client(self) -> TenantEngineClient:
         """The way into the engine.
 
         Raises:
@@ -87,9 +87,7 @@ class ServerState:
 
     def connect(self, engine_client: Any) -> None:
         """Guard the engine client that the routes of this server use, in the event loop that serves them."""
-        self._engine_client = GuardedEngineClient(
-            engine_client, self.salts, self.grants, self.request_log, self.default
-        )
+        self._engine_client = TenantEngineClient(engine_client, self.salts, self.grants, self.request_log, self.default)
         self._probe = EngineProbe(engine_client, self._silence_limit_s)
         self.drain.abort_requests = self._engine_client.abort_all
         self._engine_client.exact_for = frozenset(self.settings.exact_for)
@@ -98,8 +96,8 @@ class ServerState:
         self.request_log.on_entry = FirstTokens(model_name).observe
         if self.settings.guard:
             self._engine_client.guard = ServerGuard(self.settings, self._engine_client, model_name)
-        if self.settings.refresh:
-            self._idle_reader = IdleReader(self._engine_client)
+        if self.settings.idle_refresh:
+            self._idle_reader = IdleRefresher(self._engine_client)
 
 
 def _settings(args: Namespace) -> KVGraftSettings:

@@ -1,4 +1,4 @@
-"""Shared namespaces: text that the admin freezes, and that the API keys graft from to which the operator grants it."""
+"""Shared namespaces: text that the admin pins, and that the API keys graft from to which the operator grants it."""
 
 from argparse import Namespace
 from collections.abc import Sequence

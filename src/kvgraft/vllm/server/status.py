@@ -22,7 +22,7 @@ NO_FIGURES: dict[str, Any] = {
     "waiting": None,
     "pool": None,
     "index_entries": None,
-    "read_anew_tokens": None,
+    "idle_refresh_tokens": None,
     "fallbacks": {},
 }  # for one of several tenants
 
@@ -66,7 +66,7 @@ async def status(request: Request) -> dict[str, Any]:
         "uptime_s": time.monotonic() - STARTED,
         "engine_silent_s": state.engine_silent_s,
         "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
-        "segments": await state.segments.view(principal),
+        "pins": await state.pins.view(principal),
         "guard": state.guard_view(principal),
         **state.request_log.view(principal),
         **(engine_figures() if principal.is_admin or state.keyring.has_one_tenant else NO_FIGURES),
@@ -79,9 +79,9 @@ def engine_figures() -> dict[str, Any]:
     return {
         "running": int(_by_label("vllm:num_requests_running", None)[""]),
         "waiting": int(_by_label("vllm:num_requests_waiting", None)[""]),
-        "pool": {state: int(pool[state]) for state in ("used", "free", "frozen")} if pool else None,
+        "pool": {state: int(pool[state]) for state in ("used", "free", "pinned")} if pool else None,
         "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
-        "read_anew_tokens": int(_by_label("kvgraft:read_anew_tokens_total", None)[""]),
+        "idle_refresh_tokens": int(_by_label("kvgraft:idle_refresh_tokens_total", None)[""]),
         "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items() if n},
     }
 

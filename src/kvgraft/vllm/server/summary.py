@@ -14,12 +14,12 @@ from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import is_by_head, is_plain
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.settings import DISCOVER, KVGraftSettings
+from kvgraft.vllm.settings import SHADOW, KVGraftSettings
 
 GIB = 1 << 30
 
 
-class Summary(msgspec.Struct, frozen=True):
+class ConfigurationSummary(msgspec.Struct, frozen=True):
     """What will be used, and what is off.
 
     Attributes:
@@ -31,7 +31,7 @@ class Summary(msgspec.Struct, frozen=True):
     off: dict[str, str]
 
     @classmethod
-    def of(cls, args: Namespace, config: VllmConfig) -> "Summary":
+    def of(cls, args: Namespace, config: VllmConfig) -> "ConfigurationSummary":
         """Of arguments that were checked, and vLLM's configuration."""
         uses = _model(args, config) | _address(args)
         if args.no_kvgraft:
@@ -81,8 +81,8 @@ def _reuse(settings: KVGraftSettings) -> dict[str, str]:
         uses["store"] = _store(settings.store)
     if settings.guard:
         uses["guard"] = f"{settings.guard:.1%} of approximate answers, target {target or 'none'}"
-    if settings.refresh:
-        uses["refresh"] = f"{settings.refresh:.1%} of prompt tokens"
+    if settings.idle_refresh:
+        uses["refresh"] = f"{settings.idle_refresh:.1%} of prompt tokens"
     if settings.exact_for:
         uses["exact for"] = ", ".join(settings.exact_for)
     return uses
@@ -99,8 +99,8 @@ def _store(options: StoreOptions) -> str:
 
 def _off(args: Namespace, settings: KVGraftSettings, config: VllmConfig) -> Iterator[tuple[str, str]]:
     """Features that are off, and why."""
-    if settings.mode == DISCOVER:
-        yield "grafting", f"--kvgraft-mode {DISCOVER}"
+    if settings.mode == SHADOW:
+        yield "grafting", f"--kvgraft-mode {SHADOW}"
     if not settings.continuation:
         yield "continuation of conversations", "--no-kvgraft-continuation"
     if settings.similarity is None:
@@ -109,8 +109,8 @@ def _off(args: Namespace, settings: KVGraftSettings, config: VllmConfig) -> Iter
         yield "store", "no --kvgraft-store-dir, -ram-gib or -shared"
     if not settings.guard:
         yield "guard", "no --kvgraft-guard"
-    if not settings.refresh:
-        yield "refresh", "no --kvgraft-refresh"
+    if not settings.idle_refresh:
+        yield "refresh", "no --kvgraft-idle-refresh"
     if Keys.of(args).admin_key is None:
         yield "segments API", "no KVGRAFT_ADMIN_KEY"
     if (config.additional_config or {}).get(FLOW) is None:

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvgraft.decode.flow import Program
 from kvgraft.decode.indexer import Indexer
-from kvgraft.vllm.sparse.layouts import Layout, Packed, Strided
+from kvgraft.vllm.sparse.layouts import CacheLayout, Packed, Strided
 from kvgraft.vllm.sparse.metadata import SparseBuilder, SparseMetadata
 from kvgraft.vllm.sparse.program import BACKENDS, program_of
 
@@ -37,7 +37,7 @@ def _named(name: str) -> type:
     return with_flow(resolve_obj_by_qualname(AttentionBackendEnum[name].value), layout)
 
 
-def with_flow(backend: type, layout: Layout) -> type:
+def with_flow(backend: type, layout: CacheLayout) -> type:
     """A backend of vLLM, sparse where the server has a flow."""
     own: Any = backend
     builder, impl = own.get_builder_cls(), own.get_impl_cls()
@@ -51,14 +51,14 @@ def with_flow(backend: type, layout: Layout) -> type:
 class SparseImpl:
     """Before an implementation of vLLM's: one attention layer and the caches that the flow has of it."""
 
-    layout: ClassVar[Layout]
+    layout: ClassVar[CacheLayout]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         decodes = getattr(self, "attn_type", AttentionType.DECODER) == AttentionType.DECODER
         whole = self.sliding_window in NO_WINDOW  # type: ignore[attr-defined]
         self._program = program_of(get_current_vllm_config()) if decodes and whole else None
-        self._caches: LayerCaches | None = None
+        self._caches: FlowLayerCaches | None = None
 
     def follow(self, program: Program | None) -> None:
         """Decode as this flow says from now on, densely without one; its caches are filled anew."""
@@ -98,18 +98,18 @@ class SparseImpl:
         output[sparse.queries] = found.view(-1, *output.shape[1:])
         return output
 
-    def _of(self, kv_cache: Tensor, program: Program) -> "LayerCaches":
+    def _of(self, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
         """The caches beside this cache: new ones if it is a new one."""
         if self._caches is None or self._caches.kv_cache is not kv_cache:
-            self._caches = LayerCaches(program, kv_cache, self.layout)
+            self._caches = FlowLayerCaches(program, kv_cache, self.layout)
         return self._caches
 
 
-class LayerCaches:
+class FlowLayerCaches:
     """What a flow keeps of the blocks of one layer. A block that was written to is taken up again when it is read, so
     that it does not matter who wrote it, in which order, or what was there before."""
 
-    def __init__(self, program: Program, kv_cache: Tensor, layout: Layout) -> None:
+    def __init__(self, program: Program, kv_cache: Tensor, layout: CacheLayout) -> None:
         self.kv_cache = kv_cache
         blocks, self.num_heads, self._size, double = kv_cache.shape
         self._head_dim, self._layout = double // 2, layout

@@ -14,7 +14,7 @@ from kvgraft.kernels.workload import Lengths
 from kvgraft.vllm.compat.packing import unpack
 
 
-class Layout(Protocol):
+class CacheLayout(Protocol):
     """What depends on the backend."""
 
     def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[Paged, Paged]:
@@ -36,7 +36,7 @@ class Strided:
     def attend(
         self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
     ) -> Tensor:
-        """See `Layout`."""
+        """See `CacheLayout`."""
         keys, values = (pages.by_block for pages in self.pages(layer, kv_cache, query.shape[2]))
         return block_sparse_attention(query, keys, values, tables, lengths, impl.scale, bound)
 
@@ -52,7 +52,7 @@ class Packed:
     def attend(
         self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
     ) -> Tensor:
-        """See `Layout`."""
+        """See `CacheLayout`."""
         blocks, heads, size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks * heads, 1, 2 * size, query.shape[2]).chunk(2, dim=2)
         output, lengths = torch.empty_like(query), lengths.int()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kvgraft.evaluate.tasks.files.conversations import locomo, mtrag
 from kvgraft.evaluate.tasks.files.functions import bfcl, with_answers
 from kvgraft.evaluate.tasks.files.questions import hotpotqa, longbench, musique, ruler
-from kvgraft.evaluate.tasks.files.records import Format, Record
+from kvgraft.evaluate.tasks.files.records import FileRecord, Format
 from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Shape
 from kvgraft.evaluate.tasks.texts import check_split, in_split, of_split, write_item
 
@@ -34,7 +34,7 @@ class FileSuite:
 
     name: str
     description: str
-    records: tuple[Record, ...]
+    records: tuple[FileRecord, ...]
     real_text: ClassVar[bool] = True
 
     @property
@@ -97,7 +97,7 @@ def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _parse(path: Path, known: Format, records: Sequence[dict[str, Any]]) -> Iterator[Record]:
+def _parse(path: Path, known: Format, records: Sequence[dict[str, Any]]) -> Iterator[FileRecord]:
     for number, record in enumerate(records, 1):
         try:
             parsed = known.parse(record, path.stem)
@@ -107,7 +107,7 @@ def _parse(path: Path, known: Format, records: Sequence[dict[str, Any]]) -> Iter
             yield parsed
 
 
-def _item(rng: Random, record: Record, shape: Shape, pattern: str) -> Item:
+def _item(rng: Random, record: FileRecord, shape: Shape, pattern: str) -> Item:
     segments = _merge(record.segments, shape.num_segments)
     questions = rng.sample(record.questions, min(QUESTIONS, len(record.questions)))
     asks = [

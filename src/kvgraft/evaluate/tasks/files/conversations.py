@@ -4,14 +4,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvgraft.evaluate.tasks.files.records import Record, ask, texts
+from kvgraft.evaluate.tasks.files.records import FileRecord, ask, texts
 
 ANSWERABLE = {"ANSWERABLE", "PARTIAL"}
 SPEAKERS = {"user": "User", "agent": "Assistant"}
 GROUNDED = "Continue the conversation: answer the user's last message from the passages, in a few sentences."
 
 
-def locomo(record: Mapping[str, Any], stem: str) -> Record:
+def locomo(record: Mapping[str, Any], stem: str) -> FileRecord:
     """Every session of the conversation is a segment; questions without an answer (adversarial) are left out."""
     talk = record["conversation"]
     sessions = sorted((key for key in talk if re.fullmatch(r"session_\d+", key)), key=lambda key: int(key[8:]))
@@ -21,10 +21,10 @@ def locomo(record: Mapping[str, Any], stem: str) -> Record:
     )
     answered = [qa for qa in record["qa"] if qa.get("answer") is not None]
     questions = tuple((ask(qa["question"]), texts([qa["answer"]])) for qa in answered)
-    return Record(segments, questions, "f1", stem)
+    return FileRecord(segments, questions, "f1", stem)
 
 
-def mtrag(record: Mapping[str, Any], stem: str) -> Record:
+def mtrag(record: Mapping[str, Any], stem: str) -> FileRecord:
     """Passages, then the turns so far, each with its answer, are segments; the user's last message asks. Tasks without
     passages, or that those do not answer, are left out."""
     *turns, last = record["input"]
@@ -34,7 +34,7 @@ def mtrag(record: Mapping[str, Any], stem: str) -> Record:
     answered = passages and not ANSWERABLE.isdisjoint(record.get("answerability", ANSWERABLE))
     questions = ((f"{_turn(last)}\nAssistant:", answers),) if answered else ()
     group = record.get("conversation_id", "")
-    return Record((*passages, *earlier), questions, "f1", stem, GROUNDED, 128, group=group)
+    return FileRecord((*passages, *earlier), questions, "f1", stem, GROUNDED, 128, group=group)
 
 
 def _said(turn: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvgraft.evaluate.tasks.files.records import Record
+from kvgraft.evaluate.tasks.files.records import FileRecord
 
 CALL = (
     "These are functions that you can call. Answer the request with the calls that it takes and nothing else, as "
@@ -14,13 +14,13 @@ CALL = (
 ANSWERS = "possible_answer"
 
 
-def bfcl(record: Mapping[str, Any], stem: str) -> Record:
+def bfcl(record: Mapping[str, Any], stem: str) -> FileRecord:
     """Requests of one turn; the calls that are expected, each a JSON object, are its answers."""
     [messages] = record["question"]
     request = "\n".join(message["content"] for message in messages)
     answers = tuple(json.dumps(call) for call in record["ground_truth"])
     segments = tuple(json.dumps(function) for function in record["function"])
-    return Record(segments, ((f"Request: {request}\nCalls:", answers),), "calls", stem, CALL, 128)
+    return FileRecord(segments, ((f"Request: {request}\nCalls:", answers),), "calls", stem, CALL, 128)
 
 
 def with_answers(path: Path, records: list[Any]) -> list[Any]:

@@ -4,36 +4,36 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvgraft.evaluate.tasks.files.records import Record, ask, paragraphs, texts
+from kvgraft.evaluate.tasks.files.records import FileRecord, ask, paragraphs, texts
 from kvgraft.evaluate.tasks.items import Metric
 
 
-def ruler(record: Mapping[str, Any], stem: str) -> Record:
+def ruler(record: Mapping[str, Any], stem: str) -> FileRecord:
     """`input` is instruction, context and question: its last line asks. `answer_prefix` begins the answer."""
     context, _, question = record["input"].rstrip().rpartition("\n")
     metric: Metric = "contains_any" if stem.startswith("qa") else "contains_all"
     questions = ((question, texts(record["outputs"])),)
-    return Record(paragraphs(context), questions, metric, stem, begun=record.get("answer_prefix", ""))
+    return FileRecord(paragraphs(context), questions, metric, stem, begun=record.get("answer_prefix", ""))
 
 
-def longbench(record: Mapping[str, Any], stem: str) -> Record:
+def longbench(record: Mapping[str, Any], stem: str) -> FileRecord:
     passages = re.split(r"(?=^Passage \d+:)", record["context"], flags=re.MULTILINE)
     segments = tuple(filter(str.strip, passages)) if len(passages) > 2 else paragraphs(record["context"])
-    return Record(segments, ((ask(record["input"]), texts(record["answers"])),), "f1", record.get("dataset", stem))
+    return FileRecord(segments, ((ask(record["input"]), texts(record["answers"])),), "f1", record.get("dataset", stem))
 
 
-def hotpotqa(record: Mapping[str, Any], stem: str) -> Record:
+def hotpotqa(record: Mapping[str, Any], stem: str) -> FileRecord:
     """`context` is a list of (title, sentences), or as Hugging Face stores it, titles and lists of sentences."""
     context = record["context"]
     if isinstance(context, Mapping):
         context = list(zip(context["title"], context["sentences"], strict=True))
     segments = tuple(f"{title}\n{''.join(sentences)}" for title, sentences in context)
-    return Record(segments, ((ask(record["question"]), texts([record["answer"]])),), "f1", stem)
+    return FileRecord(segments, ((ask(record["question"]), texts([record["answer"]])),), "f1", stem)
 
 
-def musique(record: Mapping[str, Any], stem: str) -> Record:
+def musique(record: Mapping[str, Any], stem: str) -> FileRecord:
     """Questions that their paragraphs do not answer are left out."""
     segments = tuple(f"{paragraph['title']}\n{paragraph['paragraph_text']}" for paragraph in record["paragraphs"])
     answers = texts([record["answer"], *record.get("answer_aliases", ())])
     asked = ((ask(record["question"]), answers),) if record.get("answerable", True) else ()
-    return Record(segments, asked, "f1", stem)
+    return FileRecord(segments, asked, "f1", stem)

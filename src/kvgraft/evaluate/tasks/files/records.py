@@ -13,7 +13,7 @@ MAX_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """One context, cut into segments, and questions about it (as the model sees them) with their answers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Format(NamedTuple):
 
     fields: frozenset[str]
     name: str
-    parse: Callable[[Mapping[str, Any], str], Record]
+    parse: Callable[[Mapping[str, Any], str], FileRecord]
     complete: Callable[[Path, list[Any]], list[Any]] = as_it_is
 
 

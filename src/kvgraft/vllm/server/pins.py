@@ -1,0 +1,92 @@
+"""The pinned documents of all tenants, as this process knows them from the engine's answers."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvgraft.vllm.options import CONTROL_TOKEN, Control
+from kvgraft.vllm.server.engine_client import TenantEngineClient
+from kvgraft.vllm.server.errors import Refused
+from kvgraft.vllm.server.tenancy import Principal, Tenant
+
+PinPlace = tuple[Tenant, str, str]  # and namespace, and adapter
+PinFields = dict[str, Any]
+NO_TEXT = [0]  # operations other than pin ignore their prompt, which must have a token
+FRESH_FOR_S = 5.0  # how long an answer may be shown again before the engine is asked again
+
+
+class TenantPins:
+    """Operations on pinned documents, and their last known state.
+
+    Args:
+        guard: gives the way into the engine, once there is one.
+        quota: share of the pinned capacity that one tenant may take.
+    """
+
+    def __init__(self, guard: Callable[[], TenantEngineClient], quota: float) -> None:
+        self._engine_client, self.quota = guard, quota
+        self._known: dict[PinPlace, dict[str, PinFields]] = {}  # by name; only namespaces that have segments
+        self._asked_at: dict[PinPlace, float] = {}  # when they were listed last
+        self._refreshing = asyncio.Lock()
+
+    async def operate(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int] | None = None,
+        lora_request: Any = None,
+    ) -> dict[str, Any]:
+        """Run an operation; `lora_request` is the adapter under which text is pinned.
+
+        Returns:
+            The engine's answer: all `pins`, or one `pin` and `num_pins`.
+
+        Raises:
+            Refused: the engine refused it, or has no connector of ours.
+        """
+        if not os.environ.get(CONTROL_TOKEN):
+            raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
+        charged = replace(control, owner=tenant.label, quota=self.quota)
+        answer = await self._engine_client().control(tenant, namespace, charged, token_ids or NO_TEXT, lora_request)
+        if "error" in answer:
+            raise Refused(int(answer.get("status", 400)), str(answer["error"]))
+        if not answer.keys() & {"pins", "pin"}:
+            raise Refused(503, "the engine runs without KVGraft: start the server with `kvgraft serve`")
+        self._note((tenant, namespace, control.adapter), control, answer)
+        return answer
+
+    async def view(self, principal: Principal) -> list[dict[str, Any]]:
+        """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S old."""
+        async with self._refreshing:
+            mine = [place for place in self._known if principal.is_admin or place[0] == principal.tenant]
+            for place in mine:
+                asked_at = self._asked_at.get(place)
+                if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
+                    tenant, namespace, adapter = place
+                    await self.operate(tenant, namespace, Control("list", adapter=adapter))
+        return [{**shown(*place), **segment} for place in mine for segment in self._known.get(place, {}).values()]
+
+    def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
+        """Remember what an answer says of a namespace."""
+        known = self._known.setdefault(place, {})
+        if "pins" in answer:
+            self._known[place] = known = {segment["name"]: segment for segment in answer["pins"]}
+            self._asked_at[place] = time.monotonic()
+        else:
+            known.pop(control.name, None)
+            if control.op == "pin":
+                known[control.name] = answer["pin"]
+            if len(known) != answer["num_pins"]:  # the engine has let others go
+                self._asked_at.pop(place, None)
+        if not answer.get("pins", answer.get("num_pins")):
+            self._known.pop(place, None)
+            self._asked_at.pop(place, None)
+
+
+def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
+    """What answers say of where segments lie; the model is named if it is an adapter."""
+    return {"tenant": tenant.label, "namespace": namespace} | ({"model": adapter} if adapter else {})
